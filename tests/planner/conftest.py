@@ -1,8 +1,10 @@
 """What the tests of the planner see of the solves that it makes, and the native library that its steps run in."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from planner.plans import search
 from planner.settings.budget import Budget, Bytes
@@ -27,3 +29,12 @@ def solves(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     monkeypatch.setattr(search, "solve_graph", counted)
     return asked
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch has one thread: as many as another device, so that kernels are the same, and faster for tiny tensors."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

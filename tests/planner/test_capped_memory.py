@@ -1,14 +1,13 @@
 """Each front end plans and trains under a cap of the process's memory under which eager PyTorch runs out, with the same bits."""
 
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.support.cli import PATIENCE_S, ROOT
+from tests.support.cli import PATIENCE_S, run_python
 from tests.support.distributed import on_two
 from tests.support.memory_limits import front_ends
 
@@ -24,14 +23,7 @@ def run_alone(check: str) -> None:
             pytest.skip(f"needs {module}")
     if check in _COMPILING and shutil.which("g++") is None:
         pytest.skip("needs g++")
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.memory_limits.front_ends", check],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=2 * PATIENCE_S,
-        check=False,
-    )
+    run = run_python("-m", "tests.support.memory_limits.front_ends", check, timeout=2 * PATIENCE_S)
     assert run.returncode == 0, run.stderr
 
 

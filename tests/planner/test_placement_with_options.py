@@ -35,16 +35,7 @@ FOUND = ["pack", "kernels", "in-place"]
 BUDGET = 10**6
 OPTIONS = ["placement", *FOUND, "offload"]
 
-pytestmark = pytest.mark.filterwarnings("ignore:the captured step takes:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """The main device has as many threads as the other one: then its kernels are the same."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.filterwarnings("ignore:the captured step takes:UserWarning"), pytest.mark.usefixtures("one_thread")]
 
 
 def small() -> tuple[nn.Module, nn.Module, tuple[torch.Tensor, torch.Tensor]]:

@@ -8,23 +8,19 @@ from typing import Any
 
 import pytest
 
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_training_step
 from planner.plans.document import plan_to_dict
 from planner.plans.solve import solve as plan
-from solvers.bounds import bound_least_budget
 from solvers.clock import Clock, WallClock, WorkClock, measure_rest
 from solvers.highs.run import HighsRun
 from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 from solvers.windows import search, solve
+from tests.support.budgets import budget_at
 
 GRAPH = draw_training_step(2, 80)
-# Between the least and the peak: a quarter of the way.
-_LEAST, _PEAK = bound_least_budget(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
-BUDGET = _LEAST + (_PEAK - _LEAST) // 4
+BUDGET = budget_at(GRAPH, 0.25)
 LIMIT = 4.0
 
 

@@ -12,7 +12,6 @@ from graphs.synthetic.random_graphs import draw_training_step
 from graphs.synthetic.small import make_training_chain
 from planner.plans.plan_check import check_plan
 from planner.plans.solve import solve as plan
-from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
 from solvers.registry import get_solver
 from solvers.request import Request
@@ -20,12 +19,12 @@ from solvers.result import Status
 from solvers.tolerance import WIDENING, Tolerance
 from solvers.windows import solve
 from solvers.windows.search import Search
+from tests.support.budgets import budget_at
 from tests.support.solvers.answers import ask
 
 # Takes minutes to be solved to the last bit.
 GRAPH = draw_training_step(2, 80)
-_LEAST, _PEAK = bound_least_budget(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
-BUDGET = _LEAST + (_PEAK - _LEAST) // 4
+BUDGET = budget_at(GRAPH, 0.25)
 
 
 def test_tolerance_schedule_widens_with_time_and_a_constant_does_not() -> None:

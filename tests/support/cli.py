@@ -102,15 +102,14 @@ def chain() -> Graph:
     return Graph(tuple(ops), tuple(tensors), frozenset({12}), {"model": "chain", "device": "cpu"})
 
 
+def run_python(*words: object, timeout: float = PATIENCE_S, **options: Any) -> subprocess.CompletedProcess[str]:
+    """What an interpreter of its own has said and returned, in the folder of the repository."""
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=timeout, **options)
+
+
 def command(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "planner", *map(str, arguments)],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=PATIENCE_S,
-        **options,
-    )
+    return run_python("-m", "planner", *arguments, **options)
 
 
 def start(marker: Path, *arguments: object) -> "subprocess.Popen[str]":

@@ -10,7 +10,7 @@ import pytest
 from planner.capture.options import OPTIONS
 from planner.cli.main import build_parser
 from solvers.registry import SOLVERS
-from tests.support.cli import PATIENCE_S, ROOT, call, command, refused
+from tests.support.cli import PATIENCE_S, ROOT, call, command, refused, run_python
 
 COMMANDS = ["trace", "advise", "solve", "run", "info", "doctor"]
 
@@ -133,9 +133,7 @@ def imported_by(*arguments: object) -> set[str]:
     code = (
         "import sys; from planner.cli.main import main; c = main(sys.argv[1:]); print(*sys.modules, file=sys.stderr); sys.exit(c)"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, text=True, capture_output=True, timeout=PATIENCE_S
-    )
+    ended = run_python("-c", code, *arguments)
     assert ended.returncode == 0, ended.stderr
     return set(ended.stderr.split())
 
@@ -148,6 +146,7 @@ def imported_by(*arguments: object) -> set[str]:
         *(pytest.param([name, "--help"], marks=pytest.mark.slow) for name in COMMANDS),
         ["info", "{graph}"],
         ["solve", "{graph}", "--budget", "60%", "-o", "{folder}/plan.json"],
+        pytest.param(["curve", "{graph}", "--budgets", "3", "--jobs", "1"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
@@ -157,9 +156,6 @@ def test_commands_without_a_model_do_not_import_torch(arguments: list[str], grap
     assert not {"torch", "pandas", "matplotlib"} & modules
     if "--help" in arguments or "--version" in arguments:
         assert not {"numpy", "scipy", "highspy", "rich"} & modules
-
-
-# --- interruptions, pipes -------------------------------------------------------------------------
 
 
 def test_the_installed_command_is_the_module() -> None:

@@ -14,13 +14,14 @@ from planner.plans.plan import read_plan
 from tests.support.cli import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, chain, start
 
 
+def start_endless(marker: Path, how: str, graph_file: Path, *words: object) -> "subprocess.Popen[str]":
+    """A solve that does not end, and listens to interrupts or is deaf to them."""
+    return start(marker, "-c", WITH_ENDLESS_SOLVER, marker, how, "solve", graph_file, "--solver", "endless", *words)
+
+
 def test_interrupted_solve_writes_its_best_plan(graph_file: Path, tmp_path: Path) -> None:
     marker, plan_file = tmp_path / "started", tmp_path / "plan.json"
-    process = start(
-        marker,
-        *("-c", WITH_ENDLESS_SOLVER, marker, "listens"),
-        *("solve", graph_file, "--budget", "100%", "--solver", "endless", "-o", plan_file),
-    )
+    process = start_endless(marker, "listens", graph_file, "--budget", "100%", "-o", plan_file)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
@@ -32,11 +33,7 @@ def test_interrupted_solve_writes_its_best_plan(graph_file: Path, tmp_path: Path
 @pytest.mark.slow
 def test_an_interrupted_solve_without_an_answer_says_so(graph_file: Path, tmp_path: Path) -> None:
     marker, plan_file = tmp_path / "started", tmp_path / "plan.json"
-    process = start(
-        marker,
-        *("-c", WITH_ENDLESS_SOLVER, marker, "listens"),
-        *("solve", graph_file, "--budget", "60%", "--solver", "endless", "-o", plan_file, "--quiet"),
-    )
+    process = start_endless(marker, "listens", graph_file, "--budget", "60%", "-o", plan_file, "--quiet")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (4, "")
@@ -46,11 +43,7 @@ def test_an_interrupted_solve_without_an_answer_says_so(graph_file: Path, tmp_pa
 
 def test_a_second_interrupt_quits_at_once(graph_file: Path, tmp_path: Path) -> None:
     marker, plan_file = tmp_path / "started", tmp_path / "plan.json"
-    process = start(
-        marker,
-        *("-c", WITH_ENDLESS_SOLVER, marker, "deaf"),
-        *("solve", graph_file, "--budget", "100%", "--solver", "endless", "-o", plan_file),
-    )
+    process = start_endless(marker, "deaf", graph_file, "--budget", "100%", "-o", plan_file)
     deadline = time.monotonic() + PATIENCE_S
     # Two signals at the same moment may arrive as one.
     while process.poll() is None and time.monotonic() < deadline:

@@ -83,22 +83,6 @@ def test_options_are_refused_in_one_line(
     assert sorted(graph_file.parent.iterdir()) == [graph_file]
 
 
-@pytest.mark.slow
-def test_the_command_imports_no_torch(graph_file: Path) -> None:
-    code = (
-        "import sys; from planner.cli.main import main; c = main(sys.argv[1:]); print(*sys.modules, file=sys.stderr); sys.exit(c)"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, "curve", graph_file, "--budgets", "3", "--jobs", "1"],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=PATIENCE_S,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert not {"torch", "pandas", "matplotlib"} & set(ended.stderr.split())
-
-
 ENDLESS = """
 import os, time
 from pathlib import Path

@@ -7,22 +7,19 @@ import pytest
 
 import planner
 from graphs.errors import MismatchError
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_training_step
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import plan_from_dict
 from planner.show.report.describe import plan_data, plan_text
 from solvers import clock
-from solvers.bounds import bound_least_budget
 from solvers.result import Ending, Status
 from solvers.windows import driver
 from solvers.windows.strategies.first_schedules import KeepEverything, TightEviction
+from tests.support.budgets import budget_at
 
 # Takes minutes to be solved to the last bit.
 GRAPH = draw_training_step(2, 80)
-_LEAST, _PEAK = bound_least_budget(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
-BUDGET = _LEAST + (_PEAK - _LEAST) // 4
+BUDGET = budget_at(GRAPH, 0.25)
 
 
 def test_a_gap_within_a_wide_tolerance_is_not_called_optimal() -> None:
@@ -31,7 +28,7 @@ def test_a_gap_within_a_wide_tolerance_is_not_called_optimal() -> None:
     assert plan.status is Status.WITHIN
     said = f"{plan}\n{plan_text(plan)}"
     assert "optimal" not in said and "the gap is within the tolerance" in said and "tolerance 500%" in said
-    assert planner.solve(GRAPH, _PEAK, tolerance=5.0, reorder=False).status is Status.OPTIMAL  # nothing is recomputed
+    assert planner.solve(GRAPH, "100%", tolerance=5.0, reorder=False).status is Status.OPTIMAL  # nothing is recomputed
 
 
 def test_the_status_follows_from_gap_and_tolerance() -> None:

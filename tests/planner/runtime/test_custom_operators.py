@@ -94,9 +94,12 @@ def computed_again(step: PlannedStep, name: str) -> list[Op]:
     return [op for op in dict.fromkeys(ops) if ops.count(op) > 1 and op.target.startswith(name)]
 
 
-@pytest.mark.parametrize(
+EACH_DRAWING = pytest.mark.parametrize(
     "name", [name if name in ("python", "rand") else pytest.param(name, marks=pytest.mark.slow) for name in DRAWING]
 )
+
+
+@EACH_DRAWING
 def test_untagged_random_operators_are_not_recomputed(name: str, x: torch.Tensor) -> None:
     model = Net(DRAWING[name])
     wanted = gradients(model, model, x)
@@ -107,9 +110,7 @@ def test_untagged_random_operators_are_not_recomputed(name: str, x: torch.Tensor
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(
-    "name", [name if name in ("python", "rand") else pytest.param(name, marks=pytest.mark.slow) for name in DRAWING]
-)
+@EACH_DRAWING
 def test_untagged_random_operators_are_not_recomputed_under_torch_compile(name: str, x: torch.Tensor) -> None:
     model = Net(DRAWING[name])
     wanted = gradients(model, model, x)

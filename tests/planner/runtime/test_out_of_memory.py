@@ -1,6 +1,5 @@
 """Running out of memory is one clear error, after which the model is as before and the step can be called again."""
 
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -22,9 +21,9 @@ from planner.capture.trace import capture
 from planner.runtime import out_of_memory
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import report_errors
-from tests.support.cli import PATIENCE_S, ROOT
+from tests.support.cli import run_python
 from tests.support.memory_limits.steps import CHECKS
-from tests.support.models.placed import SECOND, assert_undone_and_right_again, on_pools, placed_at_random, profiled, state
+from tests.support.models.placed import SECOND, on_pools, placed_at_random, profiled, undone_and_right_again
 from tests.support.models.steps import capture_of, make, random_schedule
 
 CUDA_MESSAGE = (
@@ -38,14 +37,7 @@ CUDA_MESSAGE = (
     "check", [check if check == "both_passes" else pytest.param(check, marks=pytest.mark.slow) for check in CHECKS]
 )
 def test_a_step_under_a_limit_of_memory(check: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.memory_limits.steps", check],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    run = run_python("-m", "tests.support.memory_limits.steps", check)
     assert run.returncode == 0, run.stderr
 
 
@@ -92,9 +84,13 @@ def failing_step(name: str, target: str, error: Exception, seed: int | None = No
 def test_an_op_that_runs_out_on_cuda(target: str, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(out_of_memory, "free_bytes", lambda _: 3_000)
     step, failing = failing_step("mutated", target, torch.OutOfMemoryError(CUDA_MESSAGE), seed)
-    before, generator = state(step), torch.get_rng_state()
-    with pytest.raises(OutOfMemoryError) as raised:
-        step(*make("mutated").batch).backward()
+    generator = torch.get_rng_state()
+    with undone_and_right_again(step):
+        with pytest.raises(OutOfMemoryError) as raised:
+            step(*make("mutated").batch).backward()
+        assert torch.equal(generator, torch.get_rng_state())
+        assert all(p.grad is None for p in step.training_step.parameters())
+        failing.fails = False
     op = next(op for op in step.graph.ops if op.target == target)
     text, which = str(raised.value), "backward" if "backward" in target else "forward"
     assert raised.value.op == op.name and raised.value.asked_bytes == 2 * 2**30
@@ -106,10 +102,6 @@ def test_an_op_that_runs_out_on_cuda(target: str, seed: int | None, monkeypatch:
     )
     assert text.endswith("(CUDA out of memory. Tried to allocate 2.00 GiB)")  # as PyTorch's users and libraries know it
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
-    assert torch.equal(generator, torch.get_rng_state())
-    assert all(p.grad is None for p in step.training_step.parameters())
-    failing.fails = False
-    assert_undone_and_right_again(step, before, generator)
 
 
 def test_an_op_that_runs_out_on_another_device() -> None:
@@ -120,12 +112,11 @@ def test_an_op_that_runs_out_on_another_device() -> None:
     schedules = (order_by_passes(offered.graph, placed_at_random(offered.graph, seed)) for seed in range(100))
     schedule = next(s for s in schedules if any(offered.graph.ops[op].replaces == (gelu,) for op in s.computed))
     step = Executor(offered, schedule, workload.model, workload.loss_fn)
-    before, generator = state(step), torch.get_rng_state()
     said = rf"op '.*gelu.*' .* asked for 2.15 GB, .* Free memory there, or leave out the device '{SECOND}'"
-    with pytest.raises(OutOfMemoryError, match=said):
-        step(*workload.batch).backward()
-    failing.fails = False
-    assert_undone_and_right_again(step, before, generator)
+    with undone_and_right_again(step):
+        with pytest.raises(OutOfMemoryError, match=said):
+            step(*workload.batch).backward()
+        failing.fails = False
 
 
 def test_a_state_that_the_optimizer_makes_later_is_no_room() -> None:

@@ -22,12 +22,11 @@ from planner.runtime.transfers import transfers, workers
 from tests.support.models.outcomes import assert_alike_in_threads, assert_same, late_copies, train
 from tests.support.models.placed import (
     SECOND,
-    assert_undone_and_right_again,
     on_pools,
     placed_at_random,
     placed_step,
     profiled,
-    state,
+    undone_and_right_again,
 )
 from tests.support.models.steps import make
 
@@ -133,7 +132,6 @@ def test_two_forwards_before_one_backward_and_several_threads() -> None:
 def test_an_op_that_fails_elsewhere(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, step = placed_step("mutated", 1)
     batch = make("mutated").batch
-    before, generator = state(step), torch.get_rng_state()
     compute = devices.Devices._compute
 
     def fails(self: Any, stream: str, part: Any, running: Any) -> None:
@@ -143,19 +141,17 @@ def test_an_op_that_fails_elsewhere(half: str, monkeypatch: pytest.MonkeyPatch) 
 
         compute(self, stream, failing, running)
 
-    loss = step(*batch) if half == "backward" else None
-    with monkeypatch.context() as patch:
+    with undone_and_right_again(step), monkeypatch.context() as patch:
+        loss = step(*batch) if half == "backward" else None
         patch.setattr(devices.Devices, "_compute", fails)
         with pytest.raises(DeviceError, match=f"an op on '{SECOND}' failed: RuntimeError: no such kernel; the step can be tried"):
             step(*batch) if loss is None else loss.backward()
-    assert_undone_and_right_again(step, before, generator)
 
 
 @pytest.mark.parametrize("fails_at", [1, 4])
 def test_failed_copy_raises_and_restores_the_step(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, step = placed_step("mutated", 1)
     batch = make("mutated").batch
-    before, generator = state(step), torch.get_rng_state()
     made = []
 
     def fails(target: Any, source: Any) -> None:
@@ -164,39 +160,34 @@ def test_failed_copy_raises_and_restores_the_step(fails_at: int, monkeypatch: py
             raise OSError("the link is down")
         target[:] = source
 
-    with monkeypatch.context() as patch:
+    with undone_and_right_again(step), monkeypatch.context() as patch:
         patch.setattr(np, "copyto", fails)
         with pytest.raises(CopyError, match=r"a copy from .* failed: OSError: the link is down; the step can be tried again"):
             step(*batch).backward()
-    assert_undone_and_right_again(step, before, generator)
 
 
 def test_failure_on_the_main_device_ends_the_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, step = placed_step("mutated", 1)
     batch = make("mutated").batch
-    before, generator = state(step), torch.get_rng_state()
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
+    with undone_and_right_again(step), monkeypatch.context() as patch:
         patch.setattr(transfers.Transfer, "send", interrupted)
         with pytest.raises((KeyboardInterrupt, DeviceError)):
             step(*batch).backward()
-    assert_undone_and_right_again(step, before, generator)
 
 
 def test_dead_device_thread_raises_and_restores_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, step = placed_step("mutated", 1)
     batch = make("mutated").batch
-    before, generator = state(step), torch.get_rng_state()
-    with monkeypatch.context() as patch:
+    with undone_and_right_again(step), monkeypatch.context() as patch:
         patch.setattr(workers, "_run_jobs", lambda jobs: jobs.get())
         for module in (transfers, workers):
             patch.setattr(module, "LOOK_S", 0.01)
         with pytest.raises(DeviceError, match="were not executed: their thread has died; the step can be tried again"):
             step(*batch)
-    assert_undone_and_right_again(step, before, generator)
 
 
 def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

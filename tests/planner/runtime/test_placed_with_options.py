@@ -4,7 +4,6 @@ import gc
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -31,30 +30,21 @@ from tests.support.graphs.random_choices import any_schedule
 from tests.support.models.outcomes import assert_alike_in_threads, assert_same, late_copies, train
 from tests.support.models.placed import (
     SECOND,
-    assert_undone_and_right_again,
     state,
     step_with_everything,
     traced,
+    undone_and_right_again,
     with_everything,
 )
 from tests.support.models.steps import make
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("one_thread")]
 
 # What each can do besides: a head in chunks, a stand-in by another kernel, ops in place.
 BESIDES = {"gpt2_written": {"chunks", "kernels", "in place"}, "tied": {"kernels", "in place"}}
 LEAST_SEEDS, MOST_SEEDS = 3, 12
 _SLOW = ("gpt2_written", "tied", "resnet18", "vit", "unet")
 STEPS = ("mutated", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The main device has as many threads as the others: then its kernels are the same."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def assert_within_its_bytes(executor: Executor, workload: Workload, captured: Capture) -> None:
@@ -68,7 +58,6 @@ def assert_within_its_bytes(executor: Executor, workload: Workload, captured: Ca
     assert predicted.peak_bytes - tangent_bytes <= measured <= predicted.peak_bytes
     others = measure_other_peaks(captured, executor, step, workload.batch)
     memory = executor.devices.host
-    assert memory is not None
     assert (*others.values(),) == predicted.pool_peaks_bytes[1:]
     assert memory.used_bytes == 0
 
@@ -172,18 +161,16 @@ def test_several_threads_may_step_one_plan() -> None:
 def test_a_copy_to_the_host_or_back_that_fails(thread: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, step = step_with_everything("mutated", 0)
     batch = make("mutated").batch
-    before, generator = state(step), torch.get_rng_state()
 
     def fails(target: Any, source: Any) -> None:
         if threading.current_thread().name == f"planner: {thread}":
             raise OSError("the link is down")
         target[:] = source
 
-    with monkeypatch.context() as patch:
+    with undone_and_right_again(step), monkeypatch.context() as patch:
         patch.setattr(np, "copyto", fails)
         with pytest.raises(CopyError, match=rf"a copy from {thread} failed: OSError: the link is down"):
             step(*batch).backward()
-    assert_undone_and_right_again(step, before, generator)
 
 
 def test_forward_results_return_with_the_forward_pass_despite_offload() -> None:

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 
 from graphs.errors import PlannerError, SolverWarning
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_training_step
 from planner.plans.solve import solve as plan
-from solvers.bounds import bound_least_budget
 from solvers.highs import solve_program
 from solvers.highs.program import Answer, Outcome
 from solvers.problem import OBJECTIVE_SCALE
@@ -24,12 +21,11 @@ from solvers.windows.strategies import refinement
 from solvers.windows.strategies.first_schedules import TightEviction
 from solvers.windows.strategies.portfolio import Portfolio
 from solvers.windows.strategies.strategy import Strategy
+from tests.support.budgets import budget_at
 from tests.support.solvers.answers import ask
 
 GRAPH = draw_training_step(2, 40)
-# Between the least and the peak: a quarter of the way.
-_LEAST, _PEAK = bound_least_budget(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
-BUDGET = _LEAST + (_PEAK - _LEAST) // 4
+BUDGET = budget_at(GRAPH, 0.25)
 
 
 def solved() -> Result:

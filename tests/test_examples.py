@@ -85,7 +85,6 @@ def test_the_tiny_planner_finds_the_optimum_of_the_planner(ops: list[Op]) -> Non
     for budget_bytes in range(least_bytes, peak_bytes + 1):
         plan = planner_solve(as_graph(ops), f"{budget_bytes}B", tolerance=0, reorder=False)
         solution = solve(ops, budget_bytes)
-        assert solution is not None
         time_s, used_bytes, _ = judge(ops, solution[0])
         assert used_bytes <= budget_bytes
         assert time_s == pytest.approx(plan.time_s)

@@ -117,7 +117,6 @@ def test_results_of_the_forward_pass_come_before_the_backward_pass() -> None:
         if result.status is Status.OPTIMAL:
             assert result.time_s <= expected + 2 * CLOSE, seed
             seen["optimal"] += 1
-        assert result.schedule is not None
         seen["elsewhere"] += any(graph.ops[op].replaces for op in result.schedule.computed)
     assert seen["optimal"] >= 8 and seen["elsewhere"] >= 5, seen
 

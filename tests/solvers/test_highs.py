@@ -141,7 +141,6 @@ def test_time_that_is_up_while_the_program_is_loaded(monkeypatch: pytest.MonkeyP
 def test_time_limit_keeps_the_best_and_the_bound() -> None:
     answer = solve_program(knapsack(), clock=WallClock(1))
     assert answer.outcome is Outcome.STOPPED
-    assert answer.objective is not None
     assert answer.bound < answer.objective
 
 

@@ -61,7 +61,6 @@ def test_rules_of_eviction_look_at_the_clock_of_the_solve(monkeypatch: pytest.Mo
     stops: list[bool] = []
 
     def order(problem: Problem, rule: EvictionRule, settings: EvictionSettings) -> Order | None:
-        assert settings.should_stop is not None
         stops.append(settings.should_stop())
         search.stopping.halt()
         stops.append(settings.should_stop())

@@ -86,7 +86,6 @@ def test_requests_get_their_addresses_in_each_step(buffers: dict[int, tuple[int,
         if is_placed(buffer.size)
     ]
     found = solve(placed, work_limit=0.05).offsets
-    assert found is not None
     planned = {int(b.id): Hole(offset, b.size) for b, offset in zip(found.buffers, found.offsets, strict=True)}
     steering = steer(step, planned, found.height_bytes)
     assert not steering.missed

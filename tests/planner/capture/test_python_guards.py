@@ -301,7 +301,6 @@ def test_external_parameter_raises_but_trains_in_a_loss_module(batch: tuple[torc
 
 def test_guards_on_tensors_are_for_calls_outside_of_a_capture(batch: tuple[torch.Tensor, ...]) -> None:
     captured = capture(Net(), F.mse_loss, batch)
-    assert captured.guards is not None
     guards = str(captured.guards.manager.guard_manager)
     assert "DispatchKeySet" in guards
     assert "PythonDispatcher" not in guards  # Dynamo skips guards of unchanged modules, but not always

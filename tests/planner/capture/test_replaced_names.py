@@ -164,6 +164,5 @@ def test_layout_queried_by_the_step_is_guarded(batch: tuple[torch.Tensor, torch.
 
 def test_few_names_are_compared(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     guards = capture(Net(), F.mse_loss, batch).guards
-    assert guards is not None
     assert 10 < sum(len(names.keys) for names in guards.replaceable.names) < 100
     assert list(guards.replaceable.environment) == ["PLANNER_TESTS_DOUBLE"]

@@ -58,7 +58,6 @@ class Pooled(nn.Module):
 def test_offsets_of_padded_windows_are_valid() -> None:
     batch = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
     step = planner.compile(Pooled(), F.cross_entropy, batch, budget="1MB", kernels="inductor", passes=1)
-    assert step.measured is not None
     pooling = [op for op in step.measured.ops if "max_pool2d_with_indices_backward" in op.name]
     assert pooling
     assert all(op.time_s > 0 for op in pooling)

@@ -161,7 +161,6 @@ def test_a_named_budget_does_where_the_solve_finds_nothing(seed: int, monkeypatc
     with pytest.raises((LimitError, InfeasibleError)) as refused:
         planner.solve(graph, least.found_bytes - 1)
     named = re.search(r"A schedule is known for ([\d.]+ .?B)\.", str(refused.value))
-    assert named is not None
     plan = planner.solve(graph, named[1])
     assert plan.peak_bytes == least.found_bytes <= plan.budget_bytes
     assert (plan.status, plan.bound_s) == ("feasible", graph.time_s)

@@ -86,7 +86,6 @@ def test_a_budget_that_nothing_meets_is_an_error(graph: Graph) -> None:
     with pytest.raises(InfeasibleError, match=r"is below ") as refused:
         planner.solve(graph, 1)
     said = re.search(r" A schedule is known for (\d+) B\.", str(refused.value))
-    assert said is not None
     known_bytes = int(said[1])
     assert planner.solve(graph, known_bytes).peak_bytes <= known_bytes
     with pytest.raises(LimitError, match="keeping everything needs"):
@@ -99,7 +98,6 @@ def test_a_budget_that_an_error_names_suffices(unit_bytes: int, graph: Graph) ->
     with pytest.raises(InfeasibleError) as refused:
         planner.solve(scaled, unit_bytes)
     named = re.search(r"A schedule is known for ([\d.]+ .?B)", str(refused.value))
-    assert named is not None
     plan = planner.solve(scaled, named[1])
     assert plan.peak_bytes <= plan.budget_bytes < 1.01 * plan.peak_bytes
 

@@ -54,7 +54,6 @@ def test_steps_that_copy_have_the_bits_of_eager_pytorch_in_any_order(name: str, 
             assert_as_eager(workload, step)
             assert all(isinstance(channel, StreamChannel) for channel in step.devices.channels.values())
             memory = step.devices.host
-            assert memory is not None
             assert memory.used_bytes == 0 and memory.peak_bytes == simulate(offered.graph, schedule).pool_peaks_bytes[1]
             assert len(cuda.locked) == sum(map(len, memory._unused.values())) > 0
             del step, memory
@@ -129,7 +128,6 @@ def test_copies_wait_for_those_before_them(order: Order, seed: int) -> None:
             copy.finish()
         found, found_again = back.wait_for_arrival(found), back_again.wait_for_arrival(found_again)
         assert torch.equal(found.cpu(), torch.ones(1000)) and torch.equal(found_again.cpu(), torch.full((1000,), 2.0))
-        assert third.bytes.layout is not None
         assert torch.equal(third.bytes.layout.view_in(third.bytes.values), torch.full((1000,), 2.0))
         del second, third, copies
         gc.collect()

@@ -149,7 +149,6 @@ def test_budget_covers_memory_kept_by_the_recordings(monkeypatch: pytest.MonkeyP
     finally:
         gc.enable()
     assert len(LosesMemory.made) == 2
-    assert step.plan.measured_peak_bytes is not None
     assert step.plan.peak_bytes <= step.plan.measured_peak_bytes <= step.plan.budget_bytes == budget
     assert_same(train(other, TrainingStep(other.model, other.loss_fn)), train(workload, step))
 
@@ -206,7 +205,6 @@ def test_a_pool_that_never_fits_is_one_error() -> None:
 def test_the_pool_of_cuda_graphs_is_within_the_budget() -> None:
     workload = dropout_and_norm()
     step = planner.compile(*workload, budget="1GB", optimizer="adamw", cuda_graph=True)
-    assert step.plan.measured_peak_bytes is not None
     assert step.plan.peak_bytes <= step.plan.measured_peak_bytes <= 10**9
     step(*workload.batch).backward()
 

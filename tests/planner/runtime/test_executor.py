@@ -41,7 +41,6 @@ def executor(name: str = "gpt2_sdpa") -> tuple[Executor, tuple[torch.Tensor, ...
 def test_compiled_step_is_exact_within_its_budget() -> None:
     workload = make("vit")
     step = planner.compile(*workload, budget=HALF_WAY, tolerance=0.05, passes=1, time_limit_s=20.0)
-    assert step.plan.measured_peak_bytes is not None
     assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
     assert step.plan.overhead > 0
     torch.manual_seed(3)

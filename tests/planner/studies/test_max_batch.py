@@ -119,7 +119,6 @@ def test_max_batch_on_cuda_fits_reserved_memory() -> None:
         assert answer.reserved_bytes == needed and needed is not None and needed <= budget
         assert answer.size <= (allocated[method].size or 0)
     kept = reserved["keep everything"].size
-    assert kept is not None
     larger = large(kept + 1)
     assert predict_counted_bytes(larger, keep_everything(larger), CountedMemory.RESERVED) > budget
     assert (allocated["keep everything"].reserved_bytes or 0) > budget

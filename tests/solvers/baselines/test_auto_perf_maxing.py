@@ -20,7 +20,6 @@ from tests.support.solvers.answers import ask
 
 def outer() -> FractionsProgram:
     offer = offer_of(three_layers())
-    assert offer is not None
     return FractionsProgram(offer, find_blockings(offer.program)[0].blocks)
 
 
@@ -52,7 +51,6 @@ def test_fractions_of_layers_match_hand_computed_values() -> None:
 
 def test_a_slow_link_is_a_limit() -> None:
     offer = offer_of(with_trips(remove_offload(three_layers())[0], bytes_per_s=0.25))
-    assert offer is not None
     r, o = FractionsProgram(offer, find_blockings(offer.program)[0].blocks).find_fractions(7, WallClock()) or ([], [])
     # Half a byte in the 2 seconds of a layer: the other half of a byte is computed again, in layer 0 or 1.
     assert max(o) == pytest.approx(0.25) and sum(r) == pytest.approx(0.25)
@@ -86,7 +84,6 @@ def test_rounds_end_with_a_schedule_that_fits() -> None:
 def test_a_transformer_near_its_budget() -> None:
     graph = small_gpt(6)
     offer = offer_of(graph)
-    assert offer is not None
     peak = max(FractionsProgram(offer, find_blockings(offer.program)[0].blocks).live)
     shares = (0.8, 0.7)
     found = [auto_perf_maxing.solve(ask(graph, int(share * peak))) for share in shares]

@@ -36,7 +36,6 @@ def test_a_training_step_fits_less(rule: MegEngineRule) -> None:
     graph = draw_training_step(2, 40)
     result = get_solver(rule)(ask(graph, int(0.7 * simulate(graph, keep_everything(graph)).peak_bytes)))
     assert (result.status, result.solver) == (Status.FEASIBLE, rule.value)
-    assert result.time_s is not None
     assert result.time_s < 1.5 * graph.time_s
 
 

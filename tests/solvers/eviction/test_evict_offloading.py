@@ -55,7 +55,6 @@ def test_evicting_orders_with_offload_fit_the_budget(graph: Graph, share: float)
     for rule in (*RULES, *TIGHT_RULES):
         for price in (0.0, 0.1):
             trial = tried(problem, replace(rule, channel=price))
-            assert trial is not None
             assert trial.peak_bytes <= problem.budget_bytes
             copied += len(trial.order.reloads)
     assert copied > 0
@@ -68,12 +67,10 @@ def test_the_way_that_costs_less_is_taken(share: float) -> None:
     rule = EvictionRule(channel=0.01)
     fast, slow = (offering(graph, share, per_second(graph, steps)) for steps in (0.1, 1e6))
     recomputing = find_evicting_order(build_problem(slow.graph, slow.budget_bytes), rule)
-    assert recomputing is not None
     assert not recomputing.reloads
     assert find_evicting_order(slow, rule) == recomputing
     # Where the link is no limit, next to nothing is executed again.
     trial = tried(fast, rule)
-    assert trial is not None
     assert trial.time_s < graph.time_s + 0.1 * (simulate(graph, schedule_of(graph, recomputing.computed)).time_s - graph.time_s)
 
 
@@ -82,7 +79,6 @@ def test_higher_channel_price_reduces_transfers() -> None:
     copied = []
     for price in (0.0, 0.1, 1e3):
         trial = tried(problem, EvictionRule(channel=price))
-        assert trial is not None
         copied.append(sum(problem.sizes[t] for t, _ in trial.order.reloads))
     assert copied[0] > copied[1] > copied[2] == 0
 

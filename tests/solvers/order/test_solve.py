@@ -304,7 +304,6 @@ def test_a_solve_that_goes_on_with_little_time_loses_no_bound(more_s: float) -> 
             request.clock.spend(0.1)
         known = get_solver("windows")(Request(request.graph, 53_000)).schedule
         found = Result(slow if request.graph == graph else request.graph, 53_000, Status.FEASIBLE, known, 0.0, "windows", 1.0)
-        assert found.time_s is not None
         return found.map_to(bound_s=shares.get(len(calls), 0.1) * found.time_s, settings={"windows": [len(calls)]})
 
     found = solve_in_best_order(solve, Request(graph, 53_000, Tolerance.of(1e-3), WorkClock(100.0)))

@@ -20,7 +20,6 @@ def commitments(graph: Graph) -> tuple[Commitments, list[Commitment]]:
     found, own = Commitments(search), []
     for instead in [frozenset[int](), *list_simple_substitutions(search.problem)]:
         order = substitute(search.problem, instead)
-        assert order is not None
         own.append(Commitment(build_plain_graph(search.problem, order.computed), instead, frozenset()))
     found.all = dict(enumerate(own))
     return found, own

@@ -104,7 +104,6 @@ def test_the_best_schedule_is_a_solution_of_the_narrow_model() -> None:
     known.learn_order(order)
     answer = solve_program(build_restricted(problem, discretization, known).program, clock=WallClock(60))
     assert answer.outcome is Outcome.OPTIMAL
-    assert answer.objective is not None
     assert answer.objective <= problem.convert_to_units(try_out(problem, order).time_s - problem.base_s) + 1e-3
 
 
@@ -139,7 +138,6 @@ def test_fix_and_optimize_schedules_fit_and_never_get_slower(share: float) -> No
     peak = int(np.argmax(trial.memory_bytes))
     neighbourhoods = RestrictedModel(search, Discretization((peak, search.problem.ops - 1)))
     neighbourhoods.begin()
-    assert search.incumbent.best is not None
     assert search.incumbent.best.peak_bytes <= budget
     before = search.incumbent.best.time_s
     strategies = FixAndOptimizeWindows(search, neighbourhoods), FixAndOptimizeOps(search, neighbourhoods)

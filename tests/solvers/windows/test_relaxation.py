@@ -24,7 +24,6 @@ def test_order_and_choice_are_inverse() -> None:
     graph = make_training_chain(6)
     problem = build_problem(graph, 4)
     result = solve(ask(graph, 4))
-    assert result.schedule is not None
     # An op per window, and further executions in program order: nothing is left open.
     discretization = Discretization(tuple(range(len(graph.ops))))
     solution = encode_order(problem, discretization, result.schedule.computed)

@@ -100,7 +100,6 @@ def test_every_schedule_with_copies_solves_the_relaxation_at_its_budget(seeds: r
                 program.lower[column] = program.upper[column] = pair in solution.twice
             answer = solve_program(program, clock=WallClock(60))
             assert answer.outcome is Outcome.OPTIMAL, (seed, discretization.ends)
-            assert answer.objective is not None
             assert answer.objective <= problem.convert_to_units(trial.time_s - problem.base_s) + 1e-4, (seed, discretization.ends)
     assert copied > len(seeds) / 3
 
@@ -114,7 +113,6 @@ def test_queued_offloads_are_ordered_by_last_read() -> None:
     graph = apply_options(Graph(ops, tensors, frozenset({8})), ("offload",), Surroundings(Link.even(1.0)))
     problem = build_problem(graph, 100)
     found = add_transfers(problem, range(9), {(b, 6), (a, 7), (z, 8)})
-    assert problem.offloads is not None
     out = {transfers.offload_op: t for t, transfers in problem.offloads.by_tensor.items()}
     assert [out[step.op] for step in found.schedule.steps if isinstance(step, Compute) and step.op in out] == [z, b, a]
 

@@ -79,18 +79,15 @@ class CUDAGraph:
         memory.allocator.keep_pool(pool)
 
     def capture_end(self) -> None:
-        assert self.recording is not None
         self.machine.capturing = False
         self.recording.end()
 
     def replay(self) -> None:
-        assert self.recording is not None
         self.machine.check_may_wait("replaying a graph")
         stream = self.machine.current(self.recording.origin.device.index)
         self.recording.replay(self.machine, stream)
 
     def pool(self) -> PoolId:
-        assert self.recording is not None
         return self.recording.pool
 
 

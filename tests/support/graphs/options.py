@@ -121,5 +121,4 @@ def check_by_both_judges(graph: Graph, result: Result) -> None:
 
 def names(graph: Graph, result: Result) -> list[str]:
     """Of the ops in the order in which they are issued."""
-    assert result.schedule is not None
     return [graph.ops[op].name for op in result.schedule.computed]

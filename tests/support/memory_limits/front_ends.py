@@ -136,7 +136,6 @@ def compiled() -> None:
             patch.setattr(tracing, "profile", None)
             again = planner.compile(model, F.mse_loss, batches[0], **options)
             found_again = trained(model, again, batches, AdamW)
-    assert step.plan.eager is not None
     assert "there is room for" in step.plan.eager.failure
     assert_as_eager(found, batches, AdamW, layers)
     assert_same(found_again, found)

@@ -71,7 +71,6 @@ def write(folder: Path, body: str) -> Path:
 
 def loss_of(workload: Workload) -> torch.Tensor:
     *inputs, target = workload.batch
-    assert workload.loss_fn is not None
     return workload.loss_fn(workload.model(*inputs), target)
 
 
@@ -162,7 +161,6 @@ def test_file_may_be_named_like_a_package(tmp_path: Path) -> None:
     assert isinstance(load(parse_spec(f"{path}:build")).model, nn.Module)
     # Processes started later take over sys.path, and have not imported the package yet.
     found = PathFinder.find_spec("torch")
-    assert found is not None
     assert found.origin == torch.__file__
 
 

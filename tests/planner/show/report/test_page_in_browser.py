@@ -237,7 +237,6 @@ def test_a_tap_shows_a_tip_that_stays_until_the_next_tap(browser: Any, tmp_path:
     large = replace(small, tensors=tuple(replace(tensor, size_bytes=2**20) for tensor in small.tensors))
     facts = StepFacts.of(timeline_of(large))
     curve = tuple(replace(row, budget_bytes=2**20 * row.budget_bytes, overhead=0.1) for row in CURVE)
-    assert facts.planned is not None
     show(browser, written(render_page(facts, curve), tmp_path), width=390, height=844, touch=True)
     assert "module h." in tap_at(browser, "memory", 0.6, 0.8)
     at_addresses = [tap_at(browser, "addresses0", 0.6, 0.1 * y) for y in range(1, 8)]

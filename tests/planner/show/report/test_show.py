@@ -121,12 +121,10 @@ def test_page_shows_reserved_memory_for_cuda_devices() -> None:
     # All tensors are of some bytes, and share the small segment of 2 MiB that the first of them reserves.
     small = plan(on_device)
     found = compute_reserved_addresses(Timeline(on_device, small))
-    assert found is not None
     assert found.by_step == (2 * 2**20,) * len(small.schedule.steps) and found.borders == (0,)
     large = replace(on_device, tensors=tuple(replace(t, size_bytes=12 * 2**20) for t in on_device.tensors))
     timeline = Timeline(large, plan(large))
     addresses = compute_reserved_addresses(timeline)
-    assert addresses is not None
     assert all(held <= now for held, now in zip(timeline.simulation.memory_bytes, addresses.by_step, strict=True))
     assert addresses.by_step[-1] == addresses.total_bytes == timeline.plan.reserved_bytes == timeline.plan.peak_bytes
     text = without_scripts(render_page(StepFacts.of(timeline))).replace("&#39;", "'")
@@ -156,7 +154,6 @@ def test_the_arena_of_a_plan_on_cuda_is_shown() -> None:
     shown = replace(shown, tensors=tuple(replace(t, size_bytes=(t.id % 3 + 2) * 2**20) for t in shown.tensors))
     timeline = Timeline(shown, solve(shown, "100%", arena=True))
     found = compute_reserved_addresses(timeline)
-    assert found is not None
     assert (found.total_bytes, found.borders, found.by_step) == (timeline.plan.arena_bytes, (), ())
     assert {stay.tensor for stay in found.stays} == {tensor.name for tensor in shown.tensors}
     text = without_scripts(render_page(StepFacts.of(timeline)))

@@ -68,7 +68,6 @@ def test_trains_as_without_an_arena(name: str, kernels: str, graphs: list[Planne
     (graph,) = graphs
     arena = arena_of(graph)
     assert arena.missed.unmatched_bytes == 0
-    assert arena.step_bytes is not None
     assert arena.outside_bytes is not None
     assert arena.step_bytes <= arena.budget_bytes
 
@@ -79,11 +78,9 @@ def test_all_but_results_is_in_the_slab(graphs: list[PlannedGraph]) -> None:
     for _ in range(2):  # without the profiler, beside which planning cannot measure workspaces
         step(*workload.batch).backward()
     arena = arena_of(graphs[0])
-    assert arena.outside_bytes is not None
     result_bytes = workload.model(*workload.batch[:-1]).untyped_storage().nbytes()
     loss_bytes = 3 * result_bytes  # what the loss, which is in no graph, takes and gives back
     assert taken_bytes(step, workload.model, workload.batch) <= arena.outside_bytes + loss_bytes + _LOSS_BYTES
-    assert arena.slab is not None
     assert arena.slab.size_bytes > 3 * loss_bytes
 
 
@@ -112,9 +109,6 @@ def test_sizes_share_a_slab(graphs: list[PlannedGraph]) -> None:
         step(*batch).backward()
     small, large = map(arena_of, graphs)
     assert small.slab is large.slab
-    assert small.size_bytes is not None
-    assert large.size_bytes is not None
-    assert large.slab is not None
     assert small.size_bytes < large.size_bytes == large.slab.size_bytes
 
 
@@ -164,9 +158,7 @@ def test_several_graphs_lie_beside_each_other(kernels: str, budget_bytes: int, g
     assert len(graphs) == 3
     (arena,) = {arena_of(graph) for graph in graphs}
     assert arena.missed == Missed()
-    assert arena.step_bytes is not None
     assert arena.step_bytes <= arena.budget_bytes
-    assert arena.slab is not None
     static_bytes = sum(tensor.nbytes for tensor in (*twin.parameters(), workload.batch[0]))
     taken = taken_bytes(step, twin, workload.batch)
     assert static_bytes + arena.slab.size_bytes + taken <= budget_bytes + _LOSS_BYTES

@@ -319,5 +319,4 @@ def test_writes_to_data_with_inductors_kernels_raise() -> None:
 def test_writes_without_gradients_with_inductors_kernels_train_as_under_torch_compile() -> None:
     model = Constrained(without_gradients)
     step = planner.compile(model, F.mse_loss, vectors(0), budget="100%", wait=0.1, kernels="inductor")
-    assert step.plan.eager is not None
     assert step.plan.eager.identical

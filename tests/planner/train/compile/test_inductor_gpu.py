@@ -54,7 +54,6 @@ def check_bits_and_budget(workload: Workload, budget: int | str, *, cuda_graph: 
     reference = copy.deepcopy(workload.model)
     compiled = torch.compile(TrainingStep(reference, workload.loss_fn), dynamic=False)
     step = planner.compile(*workload, budget=budget, kernels="inductor", cuda_graph=cuda_graph, memory="allocated")
-    assert step.plan.measured_peak_bytes is not None
     assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
     for seed in range(3):
         wanted = measure_outcome(compiled, reference, workload.batch, seed=seed)

@@ -60,7 +60,6 @@ def parameters(name: str, **options: Any) -> int:
 
 
 def loss_of(workload: Workload) -> Tensor:
-    assert workload.loss_fn is not None
     *inputs, target = workload.batch
     return workload.loss_fn(workload.model(*inputs), target)
 

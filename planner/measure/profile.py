@@ -98,16 +98,15 @@ class MeasuredOp:
 
     def build_tensors(self) -> dict[int, torch.Tensor]:
         """Return the inputs by id: new tensors, and the real ones, with copies of those that the op overwrites."""
+        return {t: self._build_tensor(t, value) for t, value in self.inputs.items()}
 
-        def build_tensor(t: int, value: torch.Tensor | TensorSpec | ComputedInput) -> torch.Tensor:
-            match value:
-                case TensorSpec():
-                    return value.make(self.call.op.target)
-                case ComputedInput():
-                    return value.compute()
-            return value.clone() if t in self.call.op.mutates else value
-
-        return {t: build_tensor(t, value) for t, value in self.inputs.items()}
+    def _build_tensor(self, t: int, value: "torch.Tensor | TensorSpec | ComputedInput") -> torch.Tensor:
+        match value:
+            case TensorSpec():
+                return value.make(self.call.op.target)
+            case ComputedInput():
+                return value.compute()
+        return value.clone() if t in self.call.op.mutates else value
 
     def build_arguments(self) -> list[torch.Tensor]:
         """Return the arguments of `run`."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from graphs.errors import ScheduleError
-from graphs.ir import Graph, Op
+from graphs.ir import Graph
 from graphs.options import remove_options
 from graphs.options.offload import remove_offload
 from graphs.options.selection import TRACED
@@ -115,13 +115,10 @@ def _set_even_links(graph: Graph) -> Graph:
 
     Which tensors are sent does, and with that what an allocator reserves: at no usual rate are all transfers dear, or free.
     """
-    if all(not op.is_transfer for op in graph.ops):
+    times_s = {op.id: graph.tensors[op.inputs[0]].size_bytes / _LINK for op in graph.ops if op.is_transfer}
+    if not times_s:
         return graph
-
-    def time_s(op: Op) -> float:
-        return graph.tensors[op.inputs[0]].size_bytes / _LINK
-
-    return replace(graph, ops=tuple(replace(op, time_s=time_s(op)) if op.is_transfer else op for op in graph.ops))
+    return replace(graph, ops=tuple(replace(op, time_s=times_s.get(op.id, op.time_s)) for op in graph.ops))
 
 
 def _search(graph: Graph, memory: CountedMemory, stop: Callable[[], bool], *, reorders: bool) -> LeastBudget:

@@ -13,6 +13,8 @@ import time
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -138,6 +140,19 @@ def _lower_priority(process: int) -> None:
             os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
 
 
+def _send(connection: Connection, plan: Plan) -> None:
+    try:
+        connection.send(plan)
+    except OSError:  # the receiver has gone
+        os._exit(0)
+
+
+def _end_with_parent(connection: Connection) -> None:
+    with suppress(EOFError, OSError):
+        connection.recv()
+    os._exit(0)
+
+
 def main() -> None:
     """Solve the job received over the standard input, a socket; send back each better plan, and the end."""
     connection = connect_to_parent()
@@ -145,20 +160,8 @@ def main() -> None:
         job: SolveJob = connection.recv()
     except (EOFError, OSError):
         return  # the receiver has gone
-
-    def send(plan: Plan) -> None:
-        try:
-            connection.send(plan)
-        except OSError:
-            os._exit(0)
-
-    def listen() -> None:
-        with suppress(EOFError, OSError):
-            connection.recv()
-        os._exit(0)  # the parent process has gone
-
-    threading.Thread(target=listen, daemon=True).start()
-    ended = _solve(job, on_plan=send)
+    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
+    ended = _solve(job, on_plan=partial(_send, connection))
     with suppress(OSError):
         connection.send(ended)
     os._exit(0)  # ends threads that HiGHS may have left running

@@ -33,15 +33,15 @@ class Allocation:
     size_bytes: int | None
 
 
+def _mark() -> None:
+    with record_function(_MARK):
+        pass
+
+
 def record_cpu_allocations(run: Callable[[Mark], object]) -> list[Allocation]:
     """Return all events of PyTorch's CPU allocator while `run` runs, in order, with the marks that it sets."""
-
-    def mark() -> None:
-        with record_function(_MARK):
-            pass
-
     with _silence_kineto(), disable_collection(), profile(profile_memory=True, use_kineto=True) as profiler:
-        run(mark)
+        run(_mark)
     events = []
     for event in profiler.kineto_results.events():
         if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:

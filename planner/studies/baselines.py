@@ -104,15 +104,15 @@ def build_checkpoint_blocks(level: int = 1, *, depth: int = 0, every: int = 1) -
     """
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        step, modules = TrainingStep(model, loss_fn), find_checkpointed_blocks(model, level, depth)[::every]
-
-        def run(*args: object, **kwargs: object) -> Any:
-            with wrap_modules(modules, lambda forward: partial(checkpoint, forward, use_reentrant=False)):
-                return step(*args, **kwargs)
-
-        return run
+        modules = find_checkpointed_blocks(model, level, depth)[::every]
+        return partial(_run_checkpointed, TrainingStep(model, loss_fn), modules)
 
     return Method(f"checkpoint-blocks{_format_level(level, depth)}{f' every {every}' if every > 1 else ''}", prepare)
+
+
+def _run_checkpointed(step: Step, modules: Sequence[nn.Module], /, *args: object, **kwargs: object) -> Any:
+    with wrap_modules(modules, lambda forward: partial(checkpoint, forward, use_reentrant=False)):
+        return step(*args, **kwargs)
 
 
 def build_sac(rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0, save_list: SaveList | None = None) -> Method:
@@ -129,20 +129,21 @@ def build_sac(rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0,
     name = f"{rule}{f' {saves.name}' if save_list else ''}{_format_level(level, depth)}"
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        step, modules = TrainingStep(model, loss_fn), find_checkpointed_blocks(model, level, depth)
-
-        def run(*args: object, **kwargs: object) -> Any:
-            saved: set[str] = set()
-            contexts = partial(save_contexts, saves, saved)
-            with wrap_modules(modules, lambda forward: partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)):
-                returned = step(*args, **kwargs)
-            if not saved:
-                raise InapplicableError(f"{name} saves nothing: no op in the blocks is one of {', '.join(sorted(saves.ops))}")
-            return returned
-
-        return run
+        return partial(_run_selectively, TrainingStep(model, loss_fn), find_checkpointed_blocks(model, level, depth), saves, name)
 
     return Method(name, prepare)
+
+
+def _run_selectively(
+    step: Step, modules: Sequence[nn.Module], saves: SaveList, name: str, /, *args: object, **kwargs: object
+) -> Any:
+    saved: set[str] = set()
+    contexts = partial(save_contexts, saves, saved)
+    with wrap_modules(modules, lambda forward: partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)):
+        returned = step(*args, **kwargs)
+    if not saved:
+        raise InapplicableError(f"{name} saves nothing: no op in the blocks is one of {', '.join(sorted(saves.ops))}")
+    return returned
 
 
 def list_unnamed(targets: Sequence[str]) -> list[SaveList]:
@@ -183,14 +184,14 @@ def build_memory_budget(fraction: float, backend: str = "aot_eager", *, eager_ra
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
         compiled = torch.compile(copy_code(TrainingStep(model, loss_fn)), backend=backend, fullgraph=True, dynamic=False)
-
-        def run(*args: object, **kwargs: object) -> Any:
-            with functorch_config.patch(activation_memory_budget=fraction), inductor_config.patch(fallback_random=eager_random):
-                return compiled(*args, **kwargs)
-
-        return run
+        return partial(_run_within, compiled, fraction, eager_random)
 
     return Method(f"memory-budget {fraction:.2f} {backend}", prepare)
+
+
+def _run_within(step: Step, fraction: float, eager_random: object, /, *args: object, **kwargs: object) -> Any:
+    with functorch_config.patch(activation_memory_budget=fraction), inductor_config.patch(fallback_random=eager_random):
+        return step(*args, **kwargs)
 
 
 def build_auto_sac() -> Method:

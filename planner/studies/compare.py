@@ -258,11 +258,9 @@ class Shares:
         self, tasks: Sequence[Task], clock: Clock, time_limit_s: float, jobs: int, *, needs: Callable[[Task], float]
     ) -> None:
         self._needed_s = {task.key: math.ceil(needs(task)) if _may_share(task) else 0 for task in tasks}
-
-        def turn(task: Task) -> tuple[bool, bool, int]:
-            return task.method != OPTIMUM, SOLVERS[task.method].large_programs, self._needed_s[task.key]
-
-        self._waiting = sorted(tasks, key=turn)
+        self._waiting = sorted(
+            tasks, key=lambda task: (task.method != OPTIMUM, SOLVERS[task.method].large_programs, self._needed_s[task.key])
+        )
         self._clock = clock
         self._time_limit_s = time_limit_s
         self._jobs = jobs

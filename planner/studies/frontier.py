@@ -260,12 +260,8 @@ class Turns:
 
     def _begin_round(self, budgets: list[int]) -> None:
         """Queue those of `budgets` whose next turn would be notably longer than their last."""
-
-        def get_gap(budget: int) -> float:
-            found = self.get_point(budget).gap
-            return math.inf if found is None else found
-
-        for budget in sorted(budgets, key=get_gap, reverse=True):
+        gaps = {budget: self.get_point(budget).gap for budget in budgets}
+        for budget in sorted(budgets, key=lambda budget: math.inf if (gap := gaps[budget]) is None else gap, reverse=True):
             if self._limit_s(1 + len(self.waiting), first=False) >= _LONGER * self._limits_s[budget]:
                 self.waiting.append(budget)
 

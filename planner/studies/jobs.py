@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.synchronize import Event
 from typing import Any, ParamSpec, TypeVar
@@ -65,16 +66,13 @@ def _start_workers(
         raise PlannerError(f"jobs is {jobs!r}: must be at least 1")
     if cluster is not None:
         return start_on_cluster(job, cluster)
-    return nullcontext(_work_here(job, should_stop)) if jobs == 1 else _start_processes(job, jobs)
+    return nullcontext(Workers(partial(_do_here, job, should_stop), count=1)) if jobs == 1 else _start_processes(job, jobs)
 
 
-def _work_here(job: Job[Task, Done], should_stop: Callable[[], bool]) -> Workers[Task, Done]:
-    def submit(task: Task) -> Future[Done]:
-        future: Future[Done] = Future()
-        future.set_result(job(task, should_stop))
-        return future
-
-    return Workers(submit, count=1)
+def _do_here(job: Job[Task, Done], should_stop: Callable[[], bool], task: Task) -> Future[Done]:
+    future: Future[Done] = Future()
+    future.set_result(job(task, should_stop))
+    return future
 
 
 @contextmanager

@@ -7,7 +7,7 @@ device and the host thus mean the same as for a plan.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -62,44 +62,37 @@ def offload_checkpoints(channels: HostChannels, rule: SacRule | None = None) -> 
     """
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        step, modules = TrainingStep(model, loss_fn), find_checkpointed_blocks(model)
-
-        def run(*args: object, **kwargs: object) -> Any:
-            hooks = _Hooks(channels, 0, 0, frozenset())
-
-            def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
-                def run_block(*inputs: Any, **options: Any) -> Any:
-                    with saved_tensors_hooks(hooks.pack, hooks.unpack):
-                        return checkpoint(forward, *inputs, use_reentrant=False, **selective, **options)
-
-                return run_block
-
-            saved: set[str] = set()
-            selective: dict[str, Any] = {}
-            if rule is not None:
-                selective = {"context_fn": partial(save_contexts, LISTS[rule], saved), **_THROUGH_HOOKS}
-            with wrap_modules(modules, wrap):
-                returned = step(*args, **kwargs)
-            if rule is not None and not saved:
-                raise InapplicableError(f"{rule} saves nothing: no op in the blocks is one of {', '.join(LISTS[rule].ops)}")
-            return returned
-
-        return run
+        return partial(_run_blocks, TrainingStep(model, loss_fn), find_checkpointed_blocks(model), channels, rule)
 
     return Method(f"save-on-cpu {rule or 'checkpoint-blocks'}", prepare)
+
+
+def _run_blocks(
+    step: Step, modules: Sequence[nn.Module], channels: HostChannels, rule: SacRule | None, /, *args: object, **kwargs: object
+) -> Any:
+    hooks, saved = _Hooks(channels, 0, 0, frozenset()), set[str]()
+    selective: dict[str, Any] = {}
+    if rule is not None:
+        selective = {"context_fn": partial(save_contexts, LISTS[rule], saved), **_THROUGH_HOOKS}
+    with wrap_modules(
+        modules, lambda forward: partial(_run_hooked, hooks, checkpoint, forward, use_reentrant=False, **selective)
+    ):
+        returned = step(*args, **kwargs)
+    if rule is not None and not saved:
+        raise InapplicableError(f"{rule} saves nothing: no op in the blocks is one of {', '.join(LISTS[rule].ops)}")
+    return returned
+
+
+def _run_hooked(hooks: "_Hooks", run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with saved_tensors_hooks(hooks.pack, hooks.unpack):
+        return run(*args, **kwargs)
 
 
 def _build_method(name: str, channels: HostChannels, *, stash: int, least_bytes: int, parameters: bool) -> Method:
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
         step = TrainingStep(model, loss_fn)
         kept = frozenset() if parameters else frozenset(_get_storage(p) for p in (*model.parameters(), *model.buffers()))
-
-        def run(*args: object, **kwargs: object) -> Any:
-            hooks = _Hooks(channels, stash, least_bytes, kept)
-            with saved_tensors_hooks(hooks.pack, hooks.unpack):
-                return step(*args, **kwargs)
-
-        return run
+        return lambda *args, **kwargs: _run_hooked(_Hooks(channels, stash, least_bytes, kept), step, *args, **kwargs)
 
     return Method(name, prepare)
 

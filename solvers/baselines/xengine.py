@@ -134,15 +134,14 @@ class XEngineProgram(StageProgram):
         what = f"XEngine's program for {self.ops:,} ops on {len(self.devices)} devices has {count:,} variables R and S"
         return find_refusal(what, count, MOST_DECISIONS, estimate_least_time_s(count), limit_s)
 
+    def _is_large(self) -> bool:
+        return len(self.cost) > MOST_COLUMNS
+
     def build(self) -> bool:
         """Add columns and rows; return False if the program would be too large."""
-
-        def is_large() -> bool:
-            return len(self.cost) > MOST_COLUMNS
-
         families = (self.add_first, self.add_inputs, self.add_sources, self.add_handover)
         memory = tuple(partial(self.add_memory, d) for d in self.devices)
-        if not (self.add_all((self.add_columns,), is_large) and self.add_all((*families, *memory), is_large)):
+        if not (self.add_all((self.add_columns,), self._is_large) and self.add_all((*families, *memory), self._is_large)):
             return False
         for x in self.graph.kept:
             self.add_end(x)

@@ -254,14 +254,12 @@ class Part:
 
     def finish(self) -> None:
         """Wait for its search up to the limit, which it may reach later than the whole, if it can still improve the whole."""
-        whole = self.whole
+        wait_for(self.whole, [self], self._is_useless)
 
-        def is_useless() -> bool:
-            if not whole.clock.counts_work and measure_rest(whole.clock) <= 0:
-                return True
-            return whole.stopping.is_interrupted() or whole.stopping.halted or whole.stopping.is_satisfied()
-
-        wait_for(whole, [self], is_useless)
+    def _is_useless(self) -> bool:
+        clock, stopping = self.whole.clock, self.whole.stopping
+        is_late = not clock.counts_work and measure_rest(clock) <= 0
+        return is_late or stopping.is_interrupted() or stopping.halted or stopping.is_satisfied()
 
     def end(self) -> None:
         """Stop its search."""

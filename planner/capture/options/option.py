@@ -21,11 +21,7 @@ EAGER_KERNELS = MappingProxyType(
 
 def import_late(module: str, name: str) -> Callable[..., Any]:
     """Return a function that calls the function `name` of `module`, which is imported when it is first called."""
-
-    def call(*args: Any) -> Any:
-        return getattr(import_module(module), name)(*args)
-
-    return call
+    return lambda *args: getattr(import_module(module), name)(*args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,6 +187,10 @@ class Statement:
     value: Call | None
     outputs: tuple[tuple[int, Path], ...] = ()
 
+    def renumber(self, numbers: Mapping[int, int]) -> "Statement":
+        """Return the same statement on other tensors."""
+        return Statement(renumber(self.value, numbers), tuple((numbers.get(t, t), path) for t, path in self.outputs))
+
 
 @dataclass(frozen=True, slots=True)
 class OpCalls:
@@ -247,13 +251,8 @@ class OpCalls:
 
     def renumber(self, numbers: Mapping[int, int]) -> "OpCalls":
         """Return the calls of the same op on other tensors, without in-place writes."""
-
-        def renumber_statement(given: Statement) -> Statement:
-            outputs = tuple((numbers.get(t, t), path) for t, path in given.outputs)
-            return Statement(renumber(given.value, numbers), outputs)
-
-        after = None if self.after_forward is None else renumber_statement(self.after_forward)
-        return replace(self, statements=tuple(map(renumber_statement, self.statements)), over=(), after_forward=after)
+        after = None if self.after_forward is None else self.after_forward.renumber(numbers)
+        return replace(self, statements=tuple(each.renumber(numbers) for each in self.statements), over=(), after_forward=after)
 
 
 def call_of(call: Call, outputs: Sequence[tuple[int, Path]], **more: Any) -> OpCalls:

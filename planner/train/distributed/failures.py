@@ -107,13 +107,13 @@ def wait_for_others(work: dist.Work, *, in_step: bool = True) -> None:
 
 def _find_stopped() -> set[int]:
     """Return the ranks of the processes of this machine that a signal has stopped, not a debugger."""
+    return {rank for rank, file in _neighbours.items() if _read_state(file) == "T"}
 
-    def read_state(file: Path) -> str:
-        with suppress(OSError):  # it has ended
-            return file.read_text().rpartition(")")[2].split()[0]
-        return ""
 
-    return {rank for rank, file in _neighbours.items() if read_state(file) == "T"}
+def _read_state(file: Path) -> str:
+    with suppress(OSError):  # it has ended
+        return file.read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 def _find_failure() -> str | None:

@@ -6,7 +6,8 @@ rows, products of matrices, losses that select entries of rows and sum them. Ops
 Known weakness: a new operator is not by rows until it has a rule, and then the whole stretch is missing without a message.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -54,25 +55,21 @@ def _match_elements(op: OpByRows, out: tuple[int, ...]) -> RowDimensions:
     return place
 
 
-def _make_rule_along(*read: int, dim: int, reduces: bool = False) -> Callable[[OpByRows], ByRows]:
-    """Return the rule of an op along the dimensions in its argument `dim`, none of them rows; `read` are its tensor arguments."""
-
-    def apply_rule(op: OpByRows) -> ByRows:
-        place = op.get_rows(*map(op.get_arg, read))
-        count = len(op.get_shape(op.get_arg(read[0])))
-        given = op.get_arg(dim)
-        dims = {d % count for d in ([given] if isinstance(given, int) else given or range(count))}
-        if any(place.has_dimension(d) for d in dims):
-            raise NotByRowsError
-        for position in read:
-            _require_equal_rows(op, op.get_arg(position), op.get_arg(read[0]), place)
-        gone = sum(d < place.first for d in dims) if reduces and len(op.get_shape(op.node)) < count else 0
-        return op.build(place.shift(-gone))
-
-    return apply_rule
+def _apply_along(op: OpByRows, *, read: Sequence[int] = (0,), dim: int, reduces: bool = False) -> ByRows:
+    """Apply the rule of an op along the dimensions in its argument `dim`, none of them rows; `read` are its tensor arguments."""
+    place = op.get_rows(*map(op.get_arg, read))
+    count = len(op.get_shape(op.get_arg(read[0])))
+    given = op.get_arg(dim)
+    dims = {d % count for d in ([given] if isinstance(given, int) else given or range(count))}
+    if any(place.has_dimension(d) for d in dims):
+        raise NotByRowsError
+    for position in read:
+        _require_equal_rows(op, op.get_arg(position), op.get_arg(read[0]), place)
+    gone = sum(d < place.first for d in dims) if reduces and len(op.get_shape(op.node)) < count else 0
+    return op.build(place.shift(-gone))
 
 
-_reduced = _make_rule_along(0, dim=1, reduces=True)
+_reduced = partial(_apply_along, dim=1, reduces=True)
 
 
 def _apply_sum(op: OpByRows) -> ByRows:
@@ -88,53 +85,45 @@ def _apply_sum(op: OpByRows) -> ByRows:
     return op.build(Total.SUM, elements=prod(shape[d] for d in dims) if op.node.target in MEANS else 0)
 
 
-def _make_loss_rule(reduction: int) -> Callable[[OpByRows], ByRows]:
-    """Return the rule of an elementwise loss or its gradient; the argument at `reduction` is the kind of reduction."""
-
-    def apply_rule(op: OpByRows) -> ByRows:
-        backward = "backward" in str(op.node.target)
-        shape = op.get_shape(op.get_arg(1 if backward else 0))
-        place, how = _match_elements(op, shape), op.get_arg(reduction)
-        made = place if backward or how == _NONE else Total.SUM
-        return op.build(made, elements=prod(shape) if how in (None, _MEAN) else 0, reduction=reduction)
-
-    return apply_rule
+def _apply_loss(op: OpByRows, *, reduction: int) -> ByRows:
+    """Apply the rule of an elementwise loss or its gradient; the argument at `reduction` is the kind of reduction."""
+    backward = "backward" in str(op.node.target)
+    shape = op.get_shape(op.get_arg(1 if backward else 0))
+    place, how = _match_elements(op, shape), op.get_arg(reduction)
+    made = place if backward or how == _NONE else Total.SUM
+    return op.build(made, elements=prod(shape) if how in (None, _MEAN) else 0, reduction=reduction)
 
 
-def _make_product_rule(first: int) -> Callable[[OpByRows], ByRows]:
-    """Return the rule of a matrix product whose left factor is at position `first`; an addend comes before."""
-
-    def apply_rule(op: OpByRows) -> ByRows:
-        left, right = op.get_arg(first), op.get_arg(first + 1)
-        added = op.get_arg(0) if first else None
-        dims = len(op.get_shape(left))
-        down, across = RowDimensions(dims - 2, dims - 2), RowDimensions(dims - 1, dims - 1)
-        at_left, at_right = op.known.get(left), op.known.get(right)
-        if dims == 3 and RowDimensions(0, 0) in (at_left, at_right):  # each row has products of its own
-            made = RowDimensions(0, 0)
-            op.require(left, made)
-            op.require(right, made)
-        elif at_left == across or at_right == down:
-            op.require(left, across)
-            op.require(right, down)
-            if added is not None:
-                raise NotByRowsError
-            return op.build(Total.PRODUCT)
-        elif at_left == down:
-            made = down
-            op.require(left, down)
-            op.require_whole(right)
-        elif at_right == across:
-            made = across
-            op.require(right, across)
-            op.require_whole(left)
-        else:
-            raise NotByRowsError
+def _apply_product(op: OpByRows, *, first: int) -> ByRows:
+    """Apply the rule of a matrix product whose left factor is at position `first`; an addend comes before."""
+    left, right = op.get_arg(first), op.get_arg(first + 1)
+    added = op.get_arg(0) if first else None
+    dims = len(op.get_shape(left))
+    down, across = RowDimensions(dims - 2, dims - 2), RowDimensions(dims - 1, dims - 1)
+    at_left, at_right = op.known.get(left), op.known.get(right)
+    if dims == 3 and RowDimensions(0, 0) in (at_left, at_right):  # each row has products of its own
+        made = RowDimensions(0, 0)
+        op.require(left, made)
+        op.require(right, made)
+    elif at_left == across or at_right == down:
+        op.require(left, across)
+        op.require(right, down)
         if added is not None:
-            _add(op, added, made)
-        return op.build(made)
-
-    return apply_rule
+            raise NotByRowsError
+        return op.build(Total.PRODUCT)
+    elif at_left == down:
+        made = down
+        op.require(left, down)
+        op.require_whole(right)
+    elif at_right == across:
+        made = across
+        op.require(right, across)
+        op.require_whole(left)
+    else:
+        raise NotByRowsError
+    if added is not None:
+        _add(op, added, made)
+    return op.build(made)
 
 
 def _add(op: OpByRows, added: fx.Node, made: RowDimensions) -> None:
@@ -204,40 +193,31 @@ def _require_equal_rows(op: OpByRows, arg: fx.Node, other: fx.Node, place: RowDi
 
 
 _RULES: Mapping[Any, Callable[[OpByRows], ByRows]] = {
-    aten.mm.default: _make_product_rule(0),
-    aten.bmm.default: _make_product_rule(0),
-    aten.addmm.default: _make_product_rule(1),
-    aten.baddbmm.default: _make_product_rule(1),
-    **dict.fromkeys((aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default), _make_rule_along(0, dim=1)),
+    **dict.fromkeys((aten.mm.default, aten.bmm.default), partial(_apply_product, first=0)),
+    **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), partial(_apply_product, first=1)),
+    **dict.fromkeys((aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default), partial(_apply_along, dim=1)),
     **dict.fromkeys(
-        (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), _make_rule_along(0, 1, dim=2)
+        (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), partial(_apply_along, read=(0, 1), dim=2)
     ),
-    **dict.fromkeys((aten.logsumexp.default, aten.amax.default, aten.amin.default), _reduced),
-    aten.argmax.default: _reduced,
-    aten.cumsum.default: _make_rule_along(0, dim=1),
-    aten.gather.default: _make_rule_along(0, 2, dim=1),
-    aten.scatter.src: _make_rule_along(0, 2, 3, dim=1),
-    aten.scatter.value: _make_rule_along(0, 2, dim=1),
-    aten.scatter_add.default: _make_rule_along(0, 2, 3, dim=1),
-    aten.sum.dim_IntList: _apply_sum,
-    aten.sum.default: _apply_sum,
-    aten.mean.default: _apply_sum,
-    aten.mean.dim: _apply_sum,
-    aten.mse_loss.default: _make_loss_rule(2),
-    aten.smooth_l1_loss.default: _make_loss_rule(2),
-    aten.huber_loss.default: _make_loss_rule(2),
-    aten.binary_cross_entropy.default: _make_loss_rule(3),
-    aten.binary_cross_entropy_with_logits.default: _make_loss_rule(4),
-    aten.mse_loss_backward.default: _make_loss_rule(3),
-    aten.smooth_l1_loss_backward.default: _make_loss_rule(3),
-    aten.huber_loss_backward.default: _make_loss_rule(3),
-    aten.binary_cross_entropy_backward.default: _make_loss_rule(4),
-    aten.nll_loss_forward.default: _apply_picked_loss,
-    aten.nll_loss_backward.default: _apply_picked_loss_backward,
-    aten.nll_loss2d_forward.default: _apply_picked_loss,
-    aten.nll_loss2d_backward.default: _apply_picked_loss_backward,
+    **dict.fromkeys((aten.logsumexp.default, aten.amax.default, aten.amin.default, aten.argmax.default), _reduced),
+    aten.cumsum.default: partial(_apply_along, dim=1),
+    **dict.fromkeys((aten.gather.default, aten.scatter.value), partial(_apply_along, read=(0, 2), dim=1)),
+    **dict.fromkeys((aten.scatter.src, aten.scatter_add.default), partial(_apply_along, read=(0, 2, 3), dim=1)),
+    **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default, aten.mean.default, aten.mean.dim), _apply_sum),
+    **dict.fromkeys(
+        (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default), partial(_apply_loss, reduction=2)
+    ),
+    **dict.fromkeys(
+        (aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default),
+        partial(_apply_loss, reduction=3),
+    ),
+    aten.binary_cross_entropy.default: partial(_apply_loss, reduction=3),
+    aten.binary_cross_entropy_with_logits.default: partial(_apply_loss, reduction=4),
+    aten.binary_cross_entropy_backward.default: partial(_apply_loss, reduction=4),
+    **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _apply_picked_loss),
+    **dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), _apply_picked_loss_backward),
     aten.constant_pad_nd.default: _apply_padding,
-    aten.slice_backward.default: _make_rule_along(0, dim=2),
+    aten.slice_backward.default: partial(_apply_along, dim=2),
     aten.cat.default: _apply_concatenation,
 }
 

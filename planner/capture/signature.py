@@ -57,6 +57,11 @@ def list_leaves(batch: Batch) -> list[object]:
     return pytree.tree_leaves(split_arguments(batch))
 
 
+def has_fewer_rows(shape: Sequence[int], planned: Sequence[int]) -> bool:
+    """Return True if `shape` has a smaller first dimension than the planned shape, and equals it otherwise."""
+    return len(shape) == len(planned) > 0 and shape[0] < planned[0] and tuple(shape[1:]) == tuple(planned[1:])
+
+
 def call(step: Callable[..., Any], batch: Batch) -> Any:
     """Return the result of `step` on `batch`."""
     args, kwargs = split_arguments(batch)

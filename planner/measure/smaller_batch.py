@@ -22,12 +22,33 @@ from graphs.options import remove_options
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.capture.program.numbers import Number
 from planner.capture.program.program import Call, Program, Ref, Shared, Statement, read_by
+from planner.memory.reserved import predict_eager_bytes
+from planner.settings.counted_memory import CountedMemory
 from planner.torch_private.core import OpOverload, disable_current_modes
 
 _SIZES = {"size", "sizes", "shape", "input_sizes", "self_size"}  # names of arguments of operators
 _RESHAPES = {torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 _MOST_COMBINATIONS = 16  # of what the inputs of an op may be: with more, the captured sizes count
 _META = torch.device("meta")
+
+
+def is_sure_to_fit(
+    graph: Graph, program: Program, static: Sequence[torch.Tensor | None], memory: CountedMemory, budget_bytes: int
+) -> bool:
+    """Return True if eager PyTorch takes a smaller batch within a budget, with the bits of the program.
+
+    Args:
+        graph, program, static: as in ``bound_graph``.
+        memory: the kind of memory that the budget counts.
+    """
+    if any(calls.launches for calls in program.calls):  # Inductor's kernels round differently
+        return False
+    shapes = ((graph.tensors[source.tensor].shape, value) for source, value in zip(program.sources, static, strict=True))
+    shares = [value.shape[0] / planned[0] for planned, value in shapes if value is not None and tuple(value.shape) != planned]
+    whole_bytes = predict_eager_bytes(graph, memory)
+    if graph.static_bytes + min(shares) * (whole_bytes - graph.static_bytes) > budget_bytes:
+        return False  # also if all sizes were in proportion to the rows
+    return predict_eager_bytes(bound_graph(graph, program, static), memory) <= budget_bytes
 
 
 def bound_graph(graph: Graph, program: Program, static: Sequence[torch.Tensor | None]) -> Graph:
@@ -146,8 +167,13 @@ class _Sizes:
         return self._known[key]
 
     def _list_arguments(self, target: object, whole: Sequence[Any], part: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Yield arguments as they are, and with each size that is a multiple of the rows made smaller."""
+        """Yield arguments as they are, and with the number of rows, or each size that is a multiple of it, made smaller."""
         names = [argument.name for argument in target._schema.arguments] if isinstance(target, OpOverload) else []
+        captured_rows, rows = self.rows
+        if isinstance(target, OpOverload) and target.overloadpacket is torch.ops.aten.arange:  # indices of rows
+            end = names.index("end")
+            yield from (part, [*part[:end], rows, *part[end + 1 :]])[: 1 + (part[end] == captured_rows)]
+            return
         place = next((place for place, name in enumerate(names[: len(part)]) if name in _SIZES), None)
         if place is None:
             yield part
@@ -156,7 +182,6 @@ class _Sizes:
             yield from ([part[0], sizes] for sizes in _list_resized(whole[0].shape, part[0].shape, part[1], self.rows))
             return
         yield part
-        captured_rows, rows = self.rows
         for i, size in enumerate(part[place]):
             if isinstance(size, int) and size > 0 and size % captured_rows == 0:
                 sizes = [*part[place][:i], size // captured_rows * rows, *part[place][i + 1 :]]

@@ -28,7 +28,7 @@ from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
 from planner.capture.guards.assertions import UNLIKELY_DRAW
 from planner.capture.lowering.lower import Capture
-from planner.capture.signature import Batch, join_returned, split_arguments
+from planner.capture.signature import Batch, has_fewer_rows, join_returned, split_arguments
 from planner.capture.step import TrainingStep
 from planner.memory.reserved import needs_libraries, plan_arena
 from planner.runtime.arena import Arena, SharedSlab
@@ -337,7 +337,7 @@ class Executor:
                 f"{planned.dtype}{list(planned.shape)}"
                 for name, given, planned in other
             )
-            smaller = all(_is_smaller(tuple(given.shape), planned.shape) for _, given, planned in other)
+            smaller = all(has_fewer_rows(tuple(given.shape), planned.shape) for _, given, planned in other)
             if smaller and self.signature.is_equal_but_for_numbers(leaves):
                 raise SmallerBatchError(differing, f". {_SMALLER}{_OTHER_SIZES}")
             raise MismatchError(differing, f". {_OTHER_SIZES}")
@@ -484,11 +484,6 @@ def check_no_transform(what: str) -> None:
         raise PlannerError(
             f"{what} under torch.func.{transform.key().name.lower()}, which cannot transform a plan: use model(...) itself there"
         )
-
-
-def _is_smaller(shape: Sequence[int], planned: Sequence[int]) -> bool:
-    """Return True if `shape` has fewer rows than the planned shape, and equals it otherwise; both have as many dimensions."""
-    return len(shape) > 0 and shape[0] < planned[0] and tuple(shape[1:]) == tuple(planned[1:])
 
 
 def _format_dtype(tensor: torch.Tensor) -> str:

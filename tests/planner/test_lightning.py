@@ -108,8 +108,10 @@ def test_means_of_an_epoch_count_the_rows_of_a_smaller_last_batch(tmp_path: Path
     whole, last = batches(2).dataset
     data = (DataLoader([whole, tuple(part[:3] for part in last)], batch_size=None), batches(1))
     _, eager_logs = trained(Weighted(), tmp_path, data=data)
-    _, planned_logs = trained(Weighted(), tmp_path, PlannedTraining(HALF_WAY, **QUICK), data=data)
+    callback = PlannedTraining(HALF_WAY, **QUICK)
+    _, planned_logs = trained(Weighted(), tmp_path, callback, data=data)
     assert planned_logs == eager_logs
+    assert len(callback.planned.plans) == len(callback.batch_plans.steps.values()) == 1  # 3 rows fit with everything kept
 
 
 @pytest.mark.slow

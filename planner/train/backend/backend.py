@@ -53,6 +53,7 @@ from planner.train.backend.missing_gradients import leave_out_unread
 from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
 from planner.train.backend.settings import BackendSettings, parse_backend_options
 from planner.train.backend.shared_budget import SharedBudget
+from planner.train.backend.smaller_batches import Outline, run_smaller
 from planner.train.backend.unplanned_graph import UnplannedGraph
 
 _DOUBLE_BACKWARD = (
@@ -92,8 +93,10 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
 
 def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
     """Compile `module` with eager PyTorch's kernels, run by a schedule that may change between steps."""
+    if (run := run_smaller(module, inputs, budget)) is not None:
+        return run
     planned: list[PlannedGraph] = []
-    unplanned_graph = UnplannedGraph()
+    outline, unplanned_graph = Outline.of(module), UnplannedGraph()
     add = _build_planner(module, inputs, budget)
 
     def partition(
@@ -117,6 +120,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
                 warn_caller(_NOT_PLANNED.format("eager PyTorch", error))
                 return default_partition(unplanned, (), num_fwd_outputs=num_fwd_outputs)
             graph = budget.build_graph(joint, captured, outputs=num_fwd_outputs)
+            graph.outline = outline
             graph.input_names, graph.check_writes = _find_input_names(module, joint, captured), budget.settings.check_writes
             _plan(graph, add, budget, stages)
         planned.append(graph)

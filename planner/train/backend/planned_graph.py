@@ -39,11 +39,13 @@ from planner.torch_private.capture import (
     BackwardTokenAOTInput,
     GradAOTOutput,
     PlainAOTInput,
+    PlainAOTOutput,
     SavedForBackwardsAOTOutput,
     TangentAOTInput,
 )
-from planner.torch_private.core import backward_retains_graph
+from planner.torch_private.core import backward_retains_graph, disable_current_modes
 from planner.train.backend.rest_of_step import count_kept_bytes
+from planner.train.backend.smaller_batches import Outline
 
 # Both passes empty their argument lists. The last arguments of a backward pass are the non-tensor results of its forward
 # pass: tensors on the host, unfinished copies, and the step in an arena.
@@ -71,12 +73,14 @@ class PlannedGraph:
     """A graph of a compiled model.
 
     Attributes:
+        device: the device of its inputs.
         captured: the capture to plan.
         eager: the same graph with eager PyTorch's kernels, if it runs Inductor's kernels and the budget is a share of its peak.
         tangents: static tensors that are gradients of its outputs.
         outputs: number of results of the forward pass, without saved tensors.
         without_gradient: positions of the inputs that require a gradient and get none.
         slots: the tensor of each slot: all tensors that some schedule may save.
+        outline: of the graph that Dynamo has captured; None with Inductor's kernels.
         input_names: names of its inputs in the user's code, by tensor.
         check_writes: True to detect writes to inputs that autograd does not see.
         lean: a schedule that keeps little memory between the passes; None until one is computed.
@@ -101,7 +105,8 @@ class PlannedGraph:
             arena: the arena that the passes run in; None for PyTorch's allocator.
         """
         placeholders = module.graph.find_nodes(op="placeholder")
-        self._module, self._devices = module, Devices(captured.graph, get_graph_device(module), channels)
+        self.device = get_graph_device(module)
+        self._module, self._devices = module, Devices(captured.graph, self.device, channels)
         later = TangentAOTInput | BackwardTokenAOTInput
         self._primals = [node for node in placeholders if not isinstance(node.meta["desc"], later)]
         self._incoming = [node for node in placeholders if isinstance(node.meta["desc"], later)]
@@ -114,6 +119,7 @@ class PlannedGraph:
         self._leading = _find_leading_outputs(module.graph, outputs)
         self.slots = (*(static[node.name] for node in self._primals if node.name in static), *_list_made_forward(captured.graph))
         self._slot = {t: i for i, t in enumerate(self.slots)}
+        self.outline: Outline | None = None
         self.input_names: Mapping[int, str] = {}
         self.check_writes = False
         self.lean: Schedule | None = None
@@ -123,6 +129,22 @@ class PlannedGraph:
         self._handing_over: set[int] = set()  # plans whose forward passes return more than tensors
         self._writing_over: set[int] = set()  # plans whose backward passes overwrite saved tensors
         self._passes: list[Passes] = []
+
+    def list_static(self, inputs: Sequence[object], outputs: Sequence[object]) -> list[torch.Tensor | None]:
+        """Return static tensors without memory, like those of a pass with these inputs and outputs; None for what they lack."""
+        like: dict[str, object] = {}
+        for node in (*self._primals, *self._incoming):
+            match node.meta["desc"]:
+                case PlainAOTInput(idx=index):
+                    like[node.name] = inputs[index]
+                case TangentAOTInput(output=PlainAOTOutput(idx=index)):
+                    like[node.name] = outputs[index]
+        found = (like.get(source.name) for source in self.captured.program.sources)
+        with disable_current_modes():
+            return [
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") if isinstance(t, torch.Tensor) else None
+                for t in found
+            ]
 
     def build_passes(self, schedule: Schedule) -> Passes:
         """Return the two passes of `schedule`, whose saved tensors fill `slots`; slots of tensors that are not saved hold None.

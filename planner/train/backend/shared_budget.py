@@ -34,6 +34,7 @@ from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
 from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.memory.fit import Bracket, fit
+from planner.memory.release import release_unused
 from planner.memory.reserved import (
     choose_memory,
     choose_memory_on,
@@ -125,6 +126,7 @@ class SharedBudget:
         self._largest_bytes = 0  # peak of a step without recomputation
         self.known_graphs: dict[PlannedGraph, PassStorages] = {}
         self._before: dict[UnplannedGraph, PassStorages] = {}  # the last pass of each, before planned graphs
+        self._left_on: torch.device | None = None  # where the last step was one of eager PyTorch
         self._slab = SharedSlab() if self.settings.arena else None
         is_first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
         self._views = list_views(settings.on_progress) if is_first else ()
@@ -199,6 +201,29 @@ class SharedBudget:
             self._plan_first(graph, max(1, whole - compute_bytes_of_others([*runs, behind], len(runs) - 1, kept)), more=more)
         except InfeasibleError:
             self._plan_first(graph, room, more=more)  # the model may have parameters that it never reads
+
+    def list_alone(self) -> list[PlannedGraph]:
+        """Return the graphs that are alone in their steps; none while another step runs, or where more than they count."""
+        if self._slab is not None or self._before or any(run.alive for run in self.forward_runs):
+            return []
+        steps = [tuple(run.graph for run in self.forward_runs), *self._planned]
+        alone = [step[0] for step in steps if len(step) == 1 and step[0].lean is None]
+        return [graph for graph in dict.fromkeys(alone) if not self.known_graphs[graph].followed_by]
+
+    def compute_room_beside(self, inputs: Sequence[object]) -> int:
+        """Return the bytes of the budget for a graph with these inputs, alone in its step."""
+        others = compute_bytes_of_others([self._collect_storages(inputs)], 0, [])
+        return self.budget.resolve(self._largest_bytes) - others
+
+    def run_eagerly(self, module: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+        """Return the function that runs a graph by eager PyTorch; the memory that steps before and after reserve is freed."""
+
+        def run(*args: Any) -> Any:
+            _release(device)
+            self._left_on = device
+            return module(*args)
+
+        return run
 
     def _warn_of_several(self, room_bytes: int, whole_bytes: int) -> None:
         """Warn, once, that the model has a second graph."""
@@ -300,6 +325,9 @@ class SharedBudget:
         """Record the start of a forward pass; if a step has ended, plan the graphs of that step together."""
         if self.forward_runs and not any(run.alive for run in self.forward_runs):
             self._end_step()
+        if self._left_on is not None:
+            _release(self._left_on)
+            self._left_on = None
         if graph.changed:
             self._count_copies(graph)
         if self._learning:
@@ -456,6 +484,11 @@ class SharedBudget:
             return known
         allowed = max(budget_bytes - captured.static_bytes - rest_bytes, count_kept_bytes(captured, known))
         return schedule if count_kept_bytes(captured, schedule) <= allowed else known
+
+
+def _release(device: torch.device) -> None:
+    if device.type == "cuda":  # whose allocator keeps what is free
+        release_unused(device)
 
 
 def _compute_eager_peak_bytes(graphs: Sequence[Graph], runs: Sequence[PassStorages]) -> int:

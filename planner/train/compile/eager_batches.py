@@ -1,38 +1,26 @@
 """Smaller batches that eager PyTorch takes within the budget of a plan, so that nothing is captured for them."""
 
-import torch
-
 from planner.capture.signature import Batch, list_leaves
-from planner.measure.smaller_batch import bound_graph
+from planner.measure.smaller_batch import is_sure_to_fit
 from planner.memory.release import release_unused
-from planner.memory.reserved import predict_eager_bytes
 from planner.plans.plan import Plan
 from planner.runtime.executor import Executor
 
 
-def is_run_eagerly(executor: Executor, plan: Plan, batch: Batch) -> bool:
-    """Return True if eager PyTorch takes a smaller batch within the budget, with the bits of the plan.
+def fits_eager(executor: Executor, plan: Plan, batch: Batch) -> bool:
+    """Return True if eager PyTorch takes a smaller batch within the budget of `plan`, with its bits.
 
     Args:
         executor: of `plan`, which is for a larger batch.
     """
-    graph, program = executor.graph, executor.program
-    if any(calls.launches for calls in program.calls):  # Inductor's kernels round differently
-        return False
-    leaves = list_leaves(batch)
-    static = program.gather(executor.training_step, leaves)
-    accumulates = graph.provenance.get("accumulate")
-    if not accumulates and any(t is not None and t.is_leaf and t.grad is not None for t in static):
-        return False  # gradients of earlier steps, which the plan checks for
-    shares = [
-        given.shape[0] / planned.shape[0]
-        for given, planned in ((leaves[int(s.name)], graph.tensors[s.tensor]) for s in executor.inputs)
-        if isinstance(given, torch.Tensor) and tuple(given.shape) != planned.shape
-    ]
-    whole_bytes = predict_eager_bytes(graph, plan.memory)
-    if graph.static_bytes + min(shares) * (whole_bytes - graph.static_bytes) > plan.budget_bytes:
-        return False  # also if all sizes were in proportion to the rows
-    return predict_eager_bytes(bound_graph(graph, program, static), plan.memory) <= plan.budget_bytes
+    static = executor.program.gather(executor.training_step, list_leaves(batch))
+    return is_sure_to_fit(executor.graph, executor.program, static, plan.memory, plan.budget_bytes)
+
+
+def has_earlier_gradients(executor: Executor) -> bool:
+    """Return True if there are gradients of earlier steps, which plans check for, and which are not counted."""
+    trained = executor.training_step.parameters()
+    return not executor.graph.provenance.get("accumulate") and any(p.grad is not None for p in trained)
 
 
 def release_for_eager(executor: Executor) -> None:

@@ -19,6 +19,14 @@ class LRUCache(Generic[K, V]):
         """Return all values, the most recently used last."""
         return tuple(self._values.values())
 
+    def items(self) -> tuple[tuple[K, V], ...]:
+        """Return all values with their keys, the most recently used last."""
+        return tuple(self._values.items())
+
+    def has(self, key: K) -> bool:
+        """Return True if there is a value of `key`."""
+        return key in self._values
+
     def use(self, key: K, make: Callable[[], V]) -> V:
         """Return the value of `key`, made if it is missing."""
         if key not in self._values:

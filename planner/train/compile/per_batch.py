@@ -41,9 +41,9 @@ _OPTIONS = {p.name for p in signature(compile).parameters.values() if p.kind is 
 class BatchPlans:
     """A cache of plans by the sizes of batches: a plan is made when a batch of new sizes arrives.
 
-    The first size gets the whole time limit. Others (a smaller last batch, other lengths) run by the first schedule that fits, if
-    it may be replaced, are solved for a few seconds, and are not compared with eager PyTorch. With ``dynamic=True`` among the
-    options, one step handles all sizes itself.
+    The first size gets the whole time limit. A smaller last batch is left to the step of a larger one. Other sizes run by the
+    first schedule that fits, if it may be replaced, are solved for a few seconds, and are not compared with eager PyTorch. With
+    ``dynamic=True`` among the options, one step handles all sizes itself.
     """
 
     def __init__(self, wrapper: Unwrapped, budget: Budget, options: Mapping[str, Any]) -> None:
@@ -97,6 +97,7 @@ class BatchPlans:
         """
         key = self._build_key(batch)
         self._check_same(key, batch)
+        key = self._find_larger(key)
         step = self.steps.use(
             key, lambda: self._make_step(key, loss_fn, batch, optimizer, accumulate=accumulate, on_progress=on_progress)
         )
@@ -117,6 +118,12 @@ class BatchPlans:
 
         trained = tuple(p.requires_grad for p in self._parameters)
         return (str(spec), *map(get_kind, leaves), trained), () if self._options.get("dynamic", False) else list_shapes(batch)
+
+    def _find_larger(self, key: Key) -> Key:
+        """Return the key of a step that runs smaller batches of this kind itself; `key` if it has a step, or there is none."""
+        steps = dict(self.steps.items())
+        larger = (other for other, step in steps.items() if other[0] == key[0] and step.takes(key[1], other[1]))
+        return key if key in steps else next(larger, key)
 
     def _check_same(self, key: Key, batch: Batch) -> None:
         """Raise if the processes have different batches: a process that plans alone would wait for the others forever."""

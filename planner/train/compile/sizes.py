@@ -3,13 +3,14 @@
 Where units of parameters are sharded, a step that reduces gradients and one that adds them to sums have plans of their own too.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import torch
 
 from graphs.errors import InfeasibleError, LimitError
-from planner.capture.signature import Batch, detach_batch, list_leaves
+from planner.capture.signature import Batch, detach_batch, has_fewer_rows, list_leaves
 from planner.settings.budget import Budget
 from planner.train.compile.lru import LRUCache
 from planner.train.distributed.wrappers import Unwrapped
@@ -35,7 +36,8 @@ class SizePlans:
         self._make, self._budget, self._wrapper = make, budget, wrapper
         self._first_mode = wrapper.mode
         self._kept: LRUCache[tuple[Hashable, Shapes], PlannedStep] = LRUCache(max_plans)
-        self._seen: set[Shapes] = set()
+        self._times: Counter[Shapes] = Counter()
+        self._fits: dict[Shapes, bool] = {}
 
     @property
     def in_other_mode(self) -> bool:
@@ -50,13 +52,19 @@ class SizePlans:
         """Use `step` for batches of the shapes of `batch`."""
         self._kept.use(self._build_key(batch), lambda: step)
 
-    def is_first(self, batch: Batch) -> bool:
-        """Return True if no batch of these shapes came before: one that comes once needs no plan."""
-        return list_shapes(batch) not in self._seen
+    def count(self, batch: Batch) -> int:
+        """Return how often batches of these shapes have come, with this one."""
+        self._times[list_shapes(batch)] += 1
+        return self._times[list_shapes(batch)]
 
-    def note(self, batch: Batch) -> None:
-        """Note that a batch of these shapes has come."""
-        self._seen.add(list_shapes(batch))
+    def fits_eager(self, batch: Batch, check: Callable[[], bool]) -> bool:
+        """Return True if there is no plan for `batch`, and eager PyTorch takes it within the budget, as `check` finds once."""
+        shapes = list_shapes(batch)
+        if self._kept.has(self._build_key(batch)):
+            return False
+        if shapes not in self._fits:
+            self._fits[shapes] = check()
+        return self._fits[shapes]
 
     def step(self, batch: Batch) -> "PlannedStep":
         """Return the step for `batch`; plan first if it has new sizes.
@@ -82,3 +90,10 @@ class SizePlans:
 def list_shapes(batch: Batch) -> Shapes:
     """Return the shape of each leaf of `batch`; () for a leaf that is no tensor."""
     return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in list_leaves(batch))
+
+
+def is_smaller(shapes: Shapes, planned: Shapes) -> bool:
+    """Return True if each shape is as planned or has fewer rows, but not all are as planned."""
+    if shapes == planned or len(shapes) != len(planned):
+        return False
+    return all(a == b or has_fewer_rows(a, b) for a, b in zip(shapes, planned, strict=True))

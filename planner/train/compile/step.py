@@ -18,9 +18,9 @@ from planner.settings.option_settings import apply_recorded_options
 from planner.show.facts.timeline import Timeline
 from planner.show.report.page import write_pages
 from planner.show.views.plan_views import render_plan
-from planner.train.compile.eager_batches import is_run_eagerly, release_for_eager
+from planner.train.compile.eager_batches import fits_eager, has_earlier_gradients, release_for_eager
 from planner.train.compile.improvement import Consultation, PlanSwap
-from planner.train.compile.sizes import SizePlans
+from planner.train.compile.sizes import Shapes, SizePlans, is_smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class PlanUse:
     reason: str
 
 
+_EAGER_RUNS = 100  # a smaller size that comes more often is worth a plan: capture takes as long as so many steps gain by it
 _MOST_NUMBERS = 8  # that a step keeps captures for, because they may come back
 # Makes a step for numbers that have changed: from what has changed, a batch, and the steps for earlier numbers.
 Follow = Callable[[str, Batch, "Sequence[PlannedStep]"], "PlannedStep"]
@@ -49,8 +50,8 @@ class PlannedStep:
     """A training step that runs by its plan: ``loss = step(*batch); loss.backward()``.
 
     A step that was planned for a mapping is called as ``step(**batch)``. A batch that is smaller in its first dimension, such as
-    the last one of an epoch, runs by eager PyTorch when its size first comes, if that fits the budget, and by a plan of its own
-    otherwise. While it trains, a faster plan with the same bits and budget may replace the current one between two steps.
+    the last one of an epoch, runs by eager PyTorch if that fits the budget, and by a plan of its own otherwise, or if its size
+    comes often. While it trains, a faster plan with the same bits and budget may replace the current one between two steps.
 
     Attributes:
         plan: the plan in use: its schedule, what it was planned for, predicted and measured.
@@ -134,17 +135,25 @@ class PlannedStep:
         return self._run(*args, **kwargs)
 
     def _run_smaller(self, sizes: SizePlans, *args: object, **kwargs: object) -> Any:
-        """Run a smaller batch: by eager PyTorch when its size comes for the first time, if that fits, else by its plan."""
+        """Run a smaller batch: by eager PyTorch if that fits and its size does not come often, else by a plan of its own."""
         batch, executor = kwargs or args, self._executor
-        is_first = sizes.is_first(batch)
-        if is_first:
+        times = sizes.count(batch)
+        if times == 1:
             check_batch(batch)
-        sizes.note(batch)
-        if executor is None or not is_first or not is_run_eagerly(executor, self.plan, batch):
+        if (
+            executor is None
+            or times > _EAGER_RUNS
+            or has_earlier_gradients(executor)
+            or not sizes.fits_eager(batch, lambda: fits_eager(executor, self.plan, batch))
+        ):
             return sizes.step(batch)(*args, **kwargs)
         release_for_eager(executor)
         self._after_eager = executor
         return executor.evaluate(*args, **kwargs)
+
+    def takes(self, shapes: Shapes, planned: Shapes) -> bool:
+        """Return True if the step, which was planned for batches of the shapes `planned`, runs smaller ones of these shapes."""
+        return self._smaller is not None and is_smaller(shapes, planned)
 
     @property
     def code(self) -> str:

@@ -44,6 +44,19 @@ class Turned(nn.Module):
         return (flat.view(16, len(x), 16).transpose(0, 1) * mask[:, None]).square().mean()
 
 
+class Indexed(nn.Module):
+    """A mask is read by indices of rows, as Transformers reads those of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(8, 32), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        seen = mask[torch.arange(len(x))[:, None], torch.arange(11)]
+        scores = self.head(torch.tanh(self.inner(x))).squeeze(-1)
+        return scores.masked_fill(~seen, -1e9).softmax(-1).square().mean()
+
+
 def gpt() -> tuple[nn.Module, Any, Any]:
     options: dict[str, Any] = {"layers": 1, "width": 32, "heads": 2, "vocab": 48, "seq": 16, "dropout": 0.1, "tie": True}
     tokens = lambda n: (torch.randint(48, (n, 16)), torch.randint(48, (n, 16)))  # noqa: E731
@@ -58,6 +71,7 @@ def convolution() -> tuple[nn.Module, Any, Any]:
 STEPS = {
     "gpt": (gpt, 0.0),
     "convolution": (convolution, 0.0),
+    "indexed": (lambda: (Indexed(), None, lambda n: (torch.randn(n, 11, 8), torch.rand(n, 11) > 0.5)), 0.0),
     "correlation": (lambda: (Correlation(), None, lambda n: (torch.randn(n, 8),)), None),
     "turned": (lambda: (Turned(), None, lambda n: (torch.randn(n, 16, 8),)), None),
 }

@@ -127,7 +127,8 @@ def test_a_number_that_chooses_a_branch_is_planned_for_once(monkeypatch: pytest.
         twins.compare(gated=gated)
 
 
-def test_numbers_change_while_smaller_batches_come() -> None:
+def test_numbers_change_while_smaller_batches_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.train.compile.step._EAGER_RUNS", 1)
     twins = Twins()
     with pytest.warns(UserWarning, match="captured again: model.beta"):
         twins.compare(beta=0.25)

@@ -52,13 +52,27 @@ def test_the_main_plan_is_that_of_the_size_that_came_most_often() -> None:
     assert loop.plans.main is whole
 
 
+def test_a_smaller_last_batch_runs_by_eager_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = noted(monkeypatch)
+    loop = Loop()
+    for _ in range(2):
+        whole = loop.step(8)
+        loop.model.zero_grad()
+        assert loop.step(3) is whole is loop.plans.main
+        loop.model.zero_grad()
+    assert len(whole.plans) == len(seen) == 1
+    loop.step(8)
+    loop.step(3)  # while the gradients of an earlier step are there
+    assert len(whole.plans) == 2
+
+
 def test_the_optimizer_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[torch.optim.Optimizer] = []
     measure = optimizers.measure_optimizer
     monkeypatch.setattr(optimizers, "measure_optimizer", lambda *given: (measured.append(given[0]), measure(*given))[1])
     loop = Loop()
-    whole, smaller = (loop.step(rows).plan.graph.provenance["optimizer"] for rows in (8, 3))
-    assert len(measured) == 1 and whole == smaller
+    whole, other = (loop.step(rows).plan.graph.provenance["optimizer"] for rows in (8, 9))
+    assert len(measured) == 1 and whole == other
     loop.model[0].requires_grad_(False)
     loop.step(8)
     assert len(measured) == 2
@@ -81,7 +95,7 @@ def noted(monkeypatch: pytest.MonkeyPatch, *, quickest_s: float = 0.0) -> list[d
 def test_other_sizes_are_solved_for_a_shorter_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = noted(monkeypatch)
     loop = Loop(compare_eager=True)
-    loop.step(8), loop.step(3)
+    loop.step(8), loop.step(9)
     assert [(options.get("time_limit_s"), options["compare_eager"]) for options in seen] == [(None, True), (5.0, False)]
     loop.model[0].bias.requires_grad_(False)  # another step, not another size
     loop.step(8)
@@ -91,7 +105,7 @@ def test_other_sizes_are_solved_for_a_shorter_time(monkeypatch: pytest.MonkeyPat
 def test_another_size_gets_all_the_time_where_less_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = noted(monkeypatch, quickest_s=9.0)
     loop = Loop(time_limit_s=9.0)
-    loop.step(8), loop.step(3)
+    loop.step(8), loop.step(9)
     assert [options["time_limit_s"] for options in seen] == [9.0, 5.0, 9.0]
 
 
@@ -99,7 +113,7 @@ def test_another_size_need_not_wait_for_a_good_plan(monkeypatch: pytest.MonkeyPa
     seen = noted(monkeypatch)
     for options in ({}, {"wait": "1%"}, {"swap": "never"}):
         loop = Loop(passes=3, **options)
-        loop.step(8), loop.step(3)
+        loop.step(8), loop.step(9)
     assert [(options.get("wait"), options["passes"]) for options in seen] == [
         (None, 3), (0, 1), ("1%", 3), ("1%", 3), (None, 3), (None, 3),
     ]  # fmt: skip
@@ -108,12 +122,12 @@ def test_another_size_need_not_wait_for_a_good_plan(monkeypatch: pytest.MonkeyPa
 def test_many_sizes_are_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(per_batch, "_MANY_SIZES", 2)
     loop = Loop()
-    loop.step(8), loop.step(4)
+    loop.step(8), loop.step(9)
     with pytest.warns(UserWarning, match=r"batches have come in 3 sizes so far, .*pad_to_multiple_of=64.*dynamic=True"):
-        loop.step(5)
+        loop.step(10)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        loop.step(6)
+        loop.step(11)
 
 
 def test_a_size_that_nothing_fits_is_named() -> None:

@@ -16,6 +16,7 @@ import planner
 from graphs.errors import BudgetError, MismatchError
 from planner.capture.step import TrainingStep
 from planner.measure.steps import measure_memory, measure_outcome
+from planner.train.backend.shared_budget import SharedBudget
 from planner.train.compile.compiler import Compiler
 from planner.train.compile.dynamic import DynamicStep
 from tests.support.budgets import HALF_WAY
@@ -23,6 +24,12 @@ from tests.support.budgets import HALF_WAY
 pytestmark = pytest.mark.usefixtures("half_way")
 
 QUICK: dict[str, Any] = {"passes": 1, "time_limit_s": 5.0, "compare_eager": False}
+
+
+@pytest.fixture
+def plans_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a size that comes a second time one that comes often."""
+    monkeypatch.setattr("planner.train.compile.step._EAGER_RUNS", 1)
 
 
 def net() -> nn.Module:
@@ -46,6 +53,7 @@ def check(step: Callable[..., Any], model: nn.Module, loss_fn: Callable[..., Any
     assert again.peak_bytes <= plan.budget_bytes == step.plan.budget_bytes
 
 
+@pytest.mark.usefixtures("plans_soon")
 def test_the_default_loader_trains_for_two_epochs_as_eager() -> None:
     data = TensorDataset(*rows(70))
 
@@ -73,6 +81,7 @@ def test_the_default_loader_trains_for_two_epochs_as_eager() -> None:
     assert step.plan is step.plans[0]  # that of the size it was planned for
 
 
+@pytest.mark.usefixtures("plans_soon")
 def test_smaller_batches_keep_the_budget_and_larger_ones_are_refused() -> None:
     model = net()
     step = planner.compile(model, F.cross_entropy, rows(64), budget=HALF_WAY, max_plans=2, **QUICK)
@@ -87,6 +96,7 @@ def test_smaller_batches_keep_the_budget_and_larger_ones_are_refused() -> None:
     assert len(step.plans) == 3
 
 
+@pytest.mark.usefixtures("plans_soon")
 def test_a_smaller_batch_need_not_wait_for_a_good_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     waits, passes = [], []
     search, profile = planner.plans.search.StepSearch.find_first_plan, Compiler.profile
@@ -103,16 +113,21 @@ def test_a_smaller_batch_need_not_wait_for_a_good_plan(monkeypatch: pytest.Monke
     monkeypatch.setattr(Compiler, "profile", profiled)
     for options in ({}, {"wait": "1%"}, {"swap": "never"}):
         step = planner.compile(net(), F.cross_entropy, rows(64), budget=HALF_WAY, **{**QUICK, "passes": 3}, **options)
-        step(*rows(7)), step(*rows(7))  # by eager PyTorch when it first comes
+        step(*rows(7)), step(*rows(7))
         assert step.plans[1].gap is not None
     assert waits == [3.0, 0.0, None, None, 3.0, 3.0]
     assert passes == [3, 1, 3, 3, 3, 3]
 
 
-def test_a_smaller_batch_runs_by_eager_pytorch_when_it_first_comes() -> None:
+def test_a_smaller_batch_runs_by_eager_pytorch_until_it_comes_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.train.compile.step._EAGER_RUNS", 3)
+    checks = []
+    check = planner.train.compile.step.fits_eager
+    monkeypatch.setattr("planner.train.compile.step.fits_eager", lambda *given: (checks.append(1), check(*given))[1])
     model, plain = net(), net()
     step = planner.compile(model, F.cross_entropy, rows(64), budget=HALF_WAY, **QUICK)
-    for n, plans in ((7, 1), (7, 2), (7, 2), (64, 2), (60, 3)):  # 60 rows do not fit with everything kept
+    # 60 rows do not fit with everything kept.
+    for n, plans in ((7, 1), (7, 1), (64, 1), (7, 1), (7, 2), (7, 2), (64, 2), (60, 3), (60, 3)):
         x, y = rows(n)
         for run in (step, lambda x, y: F.cross_entropy(plain(x), y)):
             torch.manual_seed(3)
@@ -120,6 +135,7 @@ def test_a_smaller_batch_runs_by_eager_pytorch_when_it_first_comes() -> None:
         assert len(step.plans) == plans
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
         model.zero_grad(), plain.zero_grad()
+    assert len(checks) == 2
     memory = measure_memory(step, rows(9), static_bytes=step.plan.graph.static_bytes - 4, device=torch.device("cpu"))
     assert memory.peak_bytes <= step.plan.budget_bytes and len(step.plans) == 3
 
@@ -182,17 +198,28 @@ def test_gradients_accumulate_over_whole_and_smaller_batches() -> None:
 
 
 @pytest.mark.parametrize("through", [pytest.param("checkpoint", marks=pytest.mark.slow), "backend"])
-def test_checkpoint_and_backend_plan_a_smaller_batch(through: str) -> None:
+def test_checkpoint_and_backend_run_a_smaller_batch(through: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
+    planned = []
+    add = SharedBudget.add
+    monkeypatch.setattr(SharedBudget, "add", lambda *given, **named: (planned.append(1), add(*given, **named))[1])
     model, plain = net(), net()
     options = {"budget": "80%", "time_limit_s": 5.0, "wait": 0}
     if through == "checkpoint":
         called = planner.checkpoint(model, **options)
     else:
         called = torch.compile(model, backend="planner", options=options)
-    for n in (32, 6, 32, 6):
+    # 6 rows fit with everything kept, 31 do not.
+    for n, plans in ((32, 1), (6, 1), (32, 1), (6, 1), (31, 2), (6, 2), (31, 2)):
         x, y = rows(n)
         for run in (called, plain):
             torch.manual_seed(3)
             F.cross_entropy(run(x), y).backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        assert len(planned) == plans
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        assert all(map(torch.equal, model.buffers(), plain.buffers()))
+    peaks = [
+        measure_memory(lambda x, y, run=run: F.cross_entropy(run(x), y), rows(n), static_bytes=0, device=torch.device("cpu"))
+        for run, n in ((called, 6), (called, 32), (plain, 32))
+    ]
+    assert peaks[0].peak_bytes <= peaks[1].peak_bytes < peaks[2].peak_bytes

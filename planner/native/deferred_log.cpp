@@ -17,8 +17,8 @@
 // was measured often, and its outputs are far below the budget, what it takes in other sizes is estimated from these measurements.
 // Autograd may run a thread for the device beside the one for the CPU, with the same log.
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "op_records.h"
+
 #include <structmember.h>
 
 #include <ATen/Context.h>
@@ -64,7 +64,6 @@ namespace {
 using c10::IValue;
 using c10::StorageImpl;
 using torch::jit::Stack;
-using Key = std::vector<int64_t>;
 
 // Below autograd, autocast and all Python modes; PyTorch uses this key for modes that are written in C++.
 constexpr auto kKey = c10::DispatchKey::Fake;
@@ -250,10 +249,12 @@ struct OpExchange {
   int64_t taken_bytes = -1; // that it has taken, as measured now; -1 if it was not measured
   int64_t unserved = 0; // the op has succeeded although the allocator had no memory for a workspace
   int64_t failed = 0; // the op has raised an error, which `raise_error` raises again
+  int64_t is_new = 0; // the record of the op may be learned
   double seconds = -1; // as measured now
 };
 thread_local OpExchange call;
 thread_local std::exception_ptr error_of_op;
+thread_local Key key_of_new_op; // while `is_new`
 
 // The number of requests of this thread that the allocator had no memory for, by index of the device.
 thread_local std::unordered_map<int64_t, int64_t> failures;
@@ -351,6 +352,27 @@ bool add_to_key(Key& key, const IValue& value, bool pointwise) {
   return true;
 }
 
+// Adds the value of a Python number that is wrapped in a tensor; returns false for a complex one.
+bool add_wrapped_number(Key& key, const IValue& value) {
+  if (!value.isTensor() || !value.toTensor().defined() || has_memory(value)) {
+    return true;
+  }
+  const auto& wrapped = value.toTensor();
+  switch (wrapped.scalar_type()) {
+    case at::kDouble:
+      key.push_back(c10::bit_cast<int64_t>(*static_cast<const double*>(wrapped.const_data_ptr())));
+      return true;
+    case at::kLong:
+      key.push_back(*static_cast<const int64_t*>(wrapped.const_data_ptr()));
+      return true;
+    case at::kBool:
+      key.push_back(*static_cast<const bool*>(wrapped.const_data_ptr()));
+      return true;
+    default:
+      return false;
+  }
+}
+
 // The settings that kernels read, as `planner.torch_private.core.get_kernel_settings` has them.
 using Settings = std::array<int64_t, 5>;
 
@@ -427,6 +449,7 @@ class Log : public c10::DebugInfoBase {
       : budget_bytes_(budget_bytes), device_(device), measurements_(measurements), describe_(describe) {}
 
   LogState shared;
+  std::unique_ptr<OpRecords> records; // while the log is entered; guarded by Python's global interpreter lock
   std::list<LoggedTensor*> saved; // in order; guarded by Python's global interpreter lock
   std::recursive_mutex mutex;
   bool left = false;
@@ -450,6 +473,51 @@ class Log : public c10::DebugInfoBase {
     c10::impl::TorchDispatchModeTLS::push_non_infra_mode_onto_stack(recorder_);
     const auto at_the_end = c10::make_scope_exit([] { c10::impl::TorchDispatchModeTLS::pop_stack(); });
     recorder_->pyinterpreter()->dispatch(handle, stack);
+  }
+
+  // Executes an op while the log is closed, and records it if it is known how; returns false if the recorder has to do so.
+  bool record(const c10::OperatorHandle& handle, const Operator& facts, c10::DispatchKeySet below, Stack* stack) {
+    const bool is_simple = facts.way == kHere && facts.repeatable != 0 && facts.mutated == 0 && facts.statistics < 0 &&
+        facts.sized_by_data == 0 && facts.reads_to_host == 0;
+    if (records == nullptr || !is_simple) {
+      return false;
+    }
+    const auto begin = stack->size() - handle.schema().arguments().size();
+    const c10::SmallVector<IValue, 12> arguments(stack->begin() + static_cast<int64_t>(begin), stack->end());
+    c10::SmallVector<at::Tensor, 4> inputs;
+    bool plain = true;
+    const auto settings = present_settings();
+    Key key(settings.begin(), settings.end());
+    key.push_back(reinterpret_cast<int64_t>(&facts));
+    key.push_back(at::GradMode::is_enabled());
+    for (const auto& value : arguments) {
+      each_tensor(value, [&](const at::Tensor& tensor, int64_t) {
+        plain = plain && is_plain(tensor);
+        inputs.push_back(tensor);
+      });
+      plain = plain && add_to_key(key, value, false) && !value.isComplexDouble() && add_wrapped_number(key, value);
+    }
+    if (!plain) {
+      return false;
+    }
+    const auto run = [&] {
+      const bool succeeded = try_execute([&] { handle.redispatchBoxed(below, stack); });
+      if (!succeeded) {
+        stack->resize(begin);
+        stack->insert(stack->end(), arguments.begin(), arguments.end());
+      }
+      return succeeded;
+    };
+    const auto outputs = [&] { return c10::ArrayRef<IValue>(*stack).slice(begin); };
+    const auto recorded = records->record({key, inputs, shared.module, run, outputs, [this](const StorageImpl& storage) { return bytes_of(storage); }});
+    if (recorded == Recorded::kFailed) {
+      std::rethrow_exception(std::exchange(error_of_op, nullptr));
+    }
+    if (recorded == Recorded::kNotKnown) {
+      call.is_new = 1;
+      key_of_new_op = std::move(key);
+    }
+    return recorded == Recorded::kDone;
   }
 
   // Executes an op and logs it, or lets the recorder do so.
@@ -528,7 +596,7 @@ class Log : public c10::DebugInfoBase {
     const auto failed = failures[device_.index()];
     const auto kProfiler = c10::DebugInfoKind::PROFILER_STATE;
     const bool is_new = measurements_ == 0 && (known == nullptr || known->measurements < kMeasurementsHere);
-    try {
+    const bool succeeded = try_execute([&] {
       if (is_new && c10::ThreadLocalDebugInfo::get(kProfiler) == nullptr) { // else the thread is profiled
         const auto allocated = std::make_shared<AllocatedBytes>();
         const c10::DebugInfoGuard guard(kProfiler, allocated);
@@ -537,13 +605,22 @@ class Log : public c10::DebugInfoBase {
       } else {
         handle.redispatchBoxed(below, stack);
       }
+    });
+    call.unserved = failures[device_.index()] != failed;
+    return succeeded && !call.unserved;
+  }
+
+  // Returns false if a call raises an error, which is kept for the recorder.
+  template <typename Call>
+  static bool try_execute(Call execute) {
+    try {
+      execute();
     } catch (...) {
       error_of_op = std::current_exception();
       call.failed = 1;
       return false;
     }
-    call.unserved = failures[device_.index()] != failed;
-    return !call.unserved;
+    return true;
   }
 
   // Notes an op that is about to run, and finds what is known of its signature; false if the recorder has to read the log first.
@@ -1162,7 +1239,9 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack
     log->execute(handle, facts, below, stack);
   } else {
     call = OpExchange();
-    log->by_recorder(handle, stack);
+    if (!log->record(handle, facts, below, stack)) {
+      log->by_recorder(handle, stack);
+    }
   }
 }
 
@@ -1414,6 +1493,23 @@ PyObject* deferred_hooks(int64_t log, PyObject* tensor_type, PyObject* parameter
   PyObject* found = Py_BuildValue("NN", PyCFunction_New(&methods[0], capsule), PyCFunction_New(&methods[1], capsule));
   Py_DECREF(capsule);
   return found;
+}
+
+// Lets known ops be recorded without Python's dispatch; not any more if there are no `parts`. Returns false, with Python's error
+// set, on failure.
+bool deferred_record_with(int64_t log, PyObject* parts) {
+  try {
+    of(log)->records = parts == Py_None ? nullptr : new_op_records(parts);
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return false;
+  }
+  return true;
+}
+
+// Learns the record of the op of this thread, without its tensors.
+void deferred_learn(int64_t log, PyObject* pattern) {
+  of(log)->records->learn(key_of_new_op, pattern);
 }
 
 // Removes the saved tensors from the log, and returns them in the order in which they were saved, each with the tensor that it has

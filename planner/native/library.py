@@ -1,9 +1,9 @@
 """The C++ library: compiled once on a machine, for each release of PyTorch and Python, and kept on disk.
 
-It has the passes of planned steps, the op log and the ledger of the eager runtime, and the CPU allocator of arenas. It is
-compiled by a process of its own with low priority. Passes and the eager runtime run in Python until it is there; only an arena
-waits for it. A process that shares its memory limit with the compiler must not die for it: the system is told to end the compiler
-first.
+It has the passes of planned steps, the op log, the records and the ledger of the eager runtime, and the CPU allocator of arenas.
+It is compiled by a process of its own with low priority. Passes and the eager runtime run in Python until it is there; only an
+arena waits for it. A process that shares its memory limit with the compiler must not die for it: the system is told to end the
+compiler first.
 
 Inductor's code cache was used before. It compiles one file each, for the present machine only, which is wrong in a home folder
 that machines share, and takes two seconds to import.
@@ -31,7 +31,9 @@ import torch
 from graphs.errors import PlannerError, first_line
 
 _LOGGER = logging.getLogger(__name__)
-_SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in ("passes", "deferred_log", "ledger", "arena_allocator"))
+_NAMES = ("passes", "deferred_log", "op_records", "ledger", "arena_allocator")
+_SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
+_HEADER = Path(__file__).with_name("op_records.h")
 _COMPILER = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 # No vectors of the present machine: others may share the folder. Warnings are errors in the tests: another compiler has others.
 # Products and sums are rounded one by one, as in Python.
@@ -158,7 +160,7 @@ def describe_library() -> str:
 
 def library_path() -> Path:
     """Return the file of the library, in the user's cache folder, or in one for temporary files if there is none."""
-    sources = (source.read_text(encoding="utf-8") for source in _SOURCES)
+    sources = (source.read_text(encoding="utf-8") for source in (*_SOURCES, _HEADER))
     made_of = (*sources, *_FLAGS, torch.__version__, sys.version, sysconfig.get_platform())
     name = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

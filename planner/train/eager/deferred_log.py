@@ -22,6 +22,7 @@ from planner.train.eager.operators import Operator
 from planner.train.eager.shared_context import SharedContext
 from planner.train.eager.size_rules import bound_of
 from planner.train.eager.sizes import may_take_free_memory
+from planner.train.eager.storages import RecordedOp
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -66,10 +67,11 @@ class OpExchange(ctypes.Structure):
     taken_bytes: int
     unserved: int
     failed: int
+    is_new: int
     seconds: float
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("noted", "stays_open", "known_bytes", "room_bytes", "taken_bytes")),
-        *((name, ctypes.c_int64) for name in ("unserved", "failed")),
+        *((name, ctypes.c_int64) for name in ("unserved", "failed", "is_new")),
         ("seconds", ctypes.c_double),
     )
 
@@ -132,6 +134,7 @@ class DeferredLog:
         self._handle = library.deferred_new(budget_bytes, cuda_device, measurements, self._describe)
         weakref.finalize(self, library.deferred_drop, self._handle)
         self.shared = LogState.from_address(library.deferred_shared(self._handle))
+        self._learn = ctypes.PYFUNCTYPE(None, ctypes.c_int64, ctypes.py_object)(("deferred_learn", library))
 
     @staticmethod
     def is_available() -> bool:
@@ -149,7 +152,18 @@ class DeferredLog:
             try:
                 yield
             finally:
+                self.record_with(None)
                 self._library.deferred_leave(self._handle)
+
+    def record_with(self, parts: tuple[object, ...] | None) -> None:
+        """Let the library record ops of known signatures while the log is closed, with the objects that op_records.cpp names."""
+        ctypes.PYFUNCTYPE(ctypes.c_bool, ctypes.c_int64, ctypes.py_object)(("deferred_record_with", self._library))(
+            self._handle, parts
+        )
+
+    def learn(self, pattern: RecordedOp) -> None:
+        """Take the record of the op of this thread, without its tensors, as the pattern for ops like it."""
+        self._learn(self._handle, pattern)
 
     @property
     def call(self) -> OpExchange:

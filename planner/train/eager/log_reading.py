@@ -20,8 +20,9 @@ from planner.train.eager.device_costs import MEASUREMENTS
 from planner.train.eager.draws import get_random_state, lock_of_draws
 from planner.train.eager.recording import Recorder
 from planner.train.eager.saved_tensors import SavedTensor, unpack
-from planner.train.eager.sizes import bound_data_dependent_bytes, may_take_free_memory
-from planner.train.eager.storages import RecordedOp
+from planner.train.eager.sizes import KnownOp, bound_data_dependent_bytes, may_take_free_memory
+from planner.train.eager.step_log import LoggedOp
+from planner.train.eager.storages import RecordedOp, Reference, StorageWatch, TrackedStorage
 
 _Hooks = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]  # pack and unpack saved tensors
 # With fewer random states than this, those of ops that are no longer in the log are not dropped.
@@ -51,6 +52,7 @@ class LogReader:
         self._most_draws = _FEW_DRAWS
         recorder.handle = self._handle
         recorder.module.noted = self.log.shared
+        self.log.record_with((recorder, TrackedStorage, StorageWatch, Reference, LoggedOp, RecordedOp, KnownOp))
 
     def build_hooks(self) -> _Hooks:
         """Return the hooks that pack and unpack saved tensors."""
@@ -97,8 +99,17 @@ class LogReader:
         if self.log.shared.open:
             return self._run(op, call)
         outputs = self._recorder.run(op)
+        if call.is_new:
+            self._learn(op)
         self._may_open()
         return outputs
+
+    def _learn(self, op: RecordedOp) -> None:
+        """Leave further ops of the signature of `op` to the library, if they need not be measured."""
+        known = op.known
+        is_known = known is not None and known.number and known.measurements == MEASUREMENTS and not known.needs_block
+        if op.recordable and is_known:
+            self.log.learn(op.build_pattern())
 
     def _may_open(self) -> bool:
         """Open the log, and return True, if no step is being recorded and memory is far below the budget; else return False.

@@ -24,7 +24,7 @@ from planner.torch_private.core import (
 from planner.train.eager.device_costs import OpCosts
 from planner.train.eager.memory import Memory
 from planner.train.eager.sizes import may_take_free_memory
-from planner.train.eager.storages import RecordedOp, Reference, TrackedStorage
+from planner.train.eager.storages import RecordedOp, Reference, TrackedStorage, fill
 
 # With fewer recomputed ops than this, the limit on recomputation is not checked.
 _FEW_OPS = 1000
@@ -329,14 +329,3 @@ def view_whole(storage: TrackedStorage) -> torch.Tensor:
     held = storage.get_storage()
     assert held is not None
     return torch.empty(0, dtype=torch.uint8, device=held.device).set_(held)
-
-
-def fill(values: Any, tensors: Any) -> Any:
-    """Return nested arguments with the next of `tensors` in place of each ``Reference``."""
-    if isinstance(values, Reference):
-        return next(tensors)
-    if isinstance(values, list):
-        return [fill(value, tensors) for value in values]
-    if isinstance(values, dict):
-        return {name: fill(value, tensors) for name, value in values.items()}
-    return values

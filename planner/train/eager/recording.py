@@ -1,9 +1,9 @@
 """The dispatch mode: makes room before each op, and records it afterwards.
 
-Near the budget each op is recorded here in Python, which takes longer than a small op: with most of the budget in use, steps of
-small ops take several times as long as in eager PyTorch (results/gpu/eager). Far below it ops do not come here
-(``deferred_log``). An op that ends with an error may have written a part of its result, so that storage is kept, as it cannot be
-recomputed.
+Far below the budget ops do not come here (``deferred_log``). Near it, once the C++ library is there, it executes and records most
+ops of signatures that were recorded here before (``planner/native/op_records.cpp``). Recording takes longer than a small op all
+the same: with most of the budget in use, steps of small ops take up to twice as long as in eager PyTorch. An op that ends with an
+error may have written a part of its result, so that storage is kept, as it cannot be recomputed.
 """
 
 import threading
@@ -30,7 +30,7 @@ from planner.train.eager.size_rules import iterate_tensors
 from planner.train.eager.sizes import KnownOp, OutputSizes, bound_data_dependent_bytes
 from planner.train.eager.sources import Sources
 from planner.train.eager.step_follower import StepFollower
-from planner.train.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
+from planner.train.eager.storages import RecordedOp, Reference, TrackedStorage, build_reference, make_alias
 
 # Module globals, because they are read for each tensor of each op.
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):
             written = self.find_writes(op)
             if op.is_writing_only_pinned(written):
                 return self._write_pinned(op, written, failed)
-        known = self.describe(op, args)
+        known = op.known = self.describe(op, args)
         out_bytes = known.out_bytes
         with_op_bytes = memory.live_bytes + out_bytes + known.workspace_bytes
         if with_op_bytes > memory.budget_bytes:
@@ -275,7 +275,7 @@ class Recorder(TorchDispatchMode):
             kind = type(value)
             if kind is _Tensor or kind is _Parameter:
                 storage = find(storage_address(value)) or memory.add(value)
-                version = storage.last_read = storage.version
+                storage.last_read = storage.version
                 if storage.ledger_id is None:
                     storage.touched_s = read_s
                 else:
@@ -284,23 +284,10 @@ class Recorder(TorchDispatchMode):
                     op.kept.append(value.untyped_storage())
                 elif storage.checked != memory.overwrites and self.sources.pin_if_lost(storage):
                     op.recordable = False  # else its record would keep the input alive for longer than the program does
-                shape, dtype = value.shape, value.dtype
-                reference = new_reference(  # as in reference_to, without the call
-                    Reference,
-                    (
-                        storage,
-                        version,
-                        shape,
-                        value.stride(),
-                        value.storage_offset(),
-                        dtype,
-                        dtype.is_complex and value.is_conj(),
-                        value.is_neg(),
-                    ),
-                )
+                reference = build_reference(storage, value)
                 op.inputs.append(reference)
                 found.append(reference)
-                key += (shape, reference.stride, dtype, storage.device)
+                key += (reference.shape, reference.stride, reference.dtype, storage.device)
             elif kind is list or kind is tuple:
                 if value and type(value[0]) is int:
                     found.append(value)

@@ -1,7 +1,8 @@
 """Tracked storages with their versions, and the recorded ops that made them."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from planner.runtime.random_state import RandomState
 from planner.torch_private.core import get_kernel_settings, make_subclass, neg_view
 from planner.train.eager.operators import Operator
+from planner.train.eager.sizes import KnownOp
 
 # Makes a reference from a tuple of its fields, in a third of the time of its constructor.
 new_reference = tuple.__new__
@@ -185,6 +187,7 @@ class RecordedOp:
         kwargs: its keyword arguments, likewise.
         inputs: the references among them.
         kept: the storages of inputs that cannot be recomputed.
+        known: the facts about its signature; None before they are asked for.
         recordable: it can be executed again.
         grad_enabled: gradient mode was enabled, on which some kernels decide what they keep for their backward pass.
         settings: other settings with which it ran: ``get_kernel_settings``.
@@ -209,6 +212,7 @@ class RecordedOp:
         "in_place",
         "inputs",
         "kept",
+        "known",
         "kwargs",
         "ledger_id",
         "module",
@@ -229,6 +233,7 @@ class RecordedOp:
         self.args, self.kwargs = args, kwargs
         self.inputs: list[Reference] = []
         self.kept: list[torch.UntypedStorage] = []
+        self.known: KnownOp | None = None
         self.recordable = operator.repeatable
         self.grad_enabled = torch.is_grad_enabled()
         self.settings = get_kernel_settings()
@@ -247,9 +252,27 @@ class RecordedOp:
         is_plain_write = operator.returns_nothing_new and not operator.rebinds and not operator.resizes_out
         return is_plain_write and all(storage.pinned for storage in written)
 
+    def build_pattern(self) -> "RecordedOp":
+        """Return the record of an op that reads no contents: it has Ellipsis in place of each reference."""
+        tensors = repeat(...)
+        pattern = RecordedOp(self.operator, fill(self.args, tensors), fill(self.kwargs, tensors))
+        pattern.function, pattern.known = self.function, self.known
+        return pattern
+
     def list_made(self) -> list[TrackedStorage]:
         """Return the storages that it made and that are still tracked."""
         return [storage for _, weak in self.outputs if (storage := weak()) is not None]
+
+
+def fill(values: Any, tensors: Iterator[Any]) -> Any:
+    """Return nested arguments with the next of `tensors` in place of each ``Reference``."""
+    if isinstance(values, Reference):
+        return next(tensors)
+    if isinstance(values, list):
+        return [fill(value, tensors) for value in values]
+    if isinstance(values, dict):
+        return {name: fill(value, tensors) for name, value in values.items()}
+    return values
 
 
 def make_alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,7 @@ def buffers_of(
             ``count_moments``, its requests follow one another.
     """
     in_order = _InOrder(graph, moments)
-    stays = _list_stays(graph, schedule)
+    stays = [{life.first_step: life.end_step for life in of_tensor} for of_tensor in find_lifetimes(graph, schedule)]
     overwriting = Overwriting(graph)
     pairs = [overwriting.follow(schedule.steps, index) for index in range(len(schedule.steps))]
     joined = _join_stays(pairs, stays)
@@ -212,11 +212,6 @@ class _InOrder:
 
 _Stay = tuple[int, int]  # of a tensor: its id, and the step that makes it
 _Stays = Sequence[Mapping[int, int]]  # by tensor: by the step that makes it the one that frees it
-
-
-def _list_stays(graph: Graph, schedule: Schedule) -> list[dict[int, int]]:
-    """Return the stays of each tensor in memory; one that no step frees stays to the end."""
-    return [{life.first_step: life.end_step for life in of_tensor} for of_tensor in find_lifetimes(graph, schedule)]
 
 
 def _join_stays(pairs: Sequence[Pairs], stays: _Stays) -> dict[_Stay, _Stay]:

@@ -8,7 +8,6 @@ and ``end`` in place of ``upper``, the interval includes its end. A column ``off
 import csv
 import io
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphs.addresses import AddressError, Buffer, Offsets
@@ -82,12 +81,9 @@ def write_offsets(path: str | os.PathLike[str], table: BufferTable, offsets: Off
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*(table.header[place] for place in kept), "offset"])
-    writer.writerows(_append_offsets(table.rows, kept, offsets.offsets))
+    pairs = zip(table.rows, offsets.offsets, strict=True)
+    writer.writerows([*(row[place] for place in kept), offset] for row, offset in pairs)
     write_text(path, text.getvalue())
-
-
-def _append_offsets(rows: Sequence[Sequence[str]], kept: Sequence[int], offsets: Sequence[int]) -> list[list[object]]:
-    return [[*(row[place] for place in kept), offset] for row, offset in zip(rows, offsets, strict=True)]
 
 
 def _parse_buffer(fields: dict[str, str], where: str, *, ends_included: bool) -> Buffer:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from graphs.ir import Graph
 from graphs.schedule import Schedule
@@ -26,26 +27,22 @@ def build_solver(settings: PlanSettings, graph: Graph) -> Callable[[Request], So
 
     The order that is not to change is that of the request's start, if it has one. The schedules are as a step runs them.
     """
-    run = _choose_solver(settings, graph)
+    return partial(_solve_in_order, settings, _choose_solver(settings, graph))
 
-    def solve_once(request: Request) -> SolvedOrder:
-        graph = request.graph
 
-        def order_as_executed(schedule: Schedule) -> Schedule:
-            return map_schedule_to_step(graph, schedule, request.budget_bytes)
-
-        asked = request.map_to(graph, order_as_executed, lambda schedule: schedule)
-        if settings.reorder:
-            solved = solve_reordered(run, asked)
-        elif settings.reorder is None and settings.solver in REORDERED:
-            solved = solve_in_best_order(run, asked)
-        else:
-            start = asked.start if graph.plain else None
-            order = keep_program_order(graph) if start is None else reorder_by(graph, start.schedule)
-            solved = solve_in(order, run, asked)
-        return replace(solved, result=map_result_to_step(graph, solved.result))
-
-    return solve_once
+def _solve_in_order(settings: PlanSettings, run: Solver, request: Request) -> SolvedOrder:
+    graph = request.graph
+    as_executed = partial(map_schedule_to_step, graph, budget_bytes=request.budget_bytes)
+    asked = request.map_to(graph, as_executed, lambda schedule: schedule)
+    if settings.reorder:
+        solved = solve_reordered(run, asked)
+    elif settings.reorder is None and settings.solver in REORDERED:
+        solved = solve_in_best_order(run, asked)
+    else:
+        start = asked.start if graph.plain else None
+        order = keep_program_order(graph) if start is None else reorder_by(graph, start.schedule)
+        solved = solve_in(order, run, asked)
+    return replace(solved, result=map_result_to_step(graph, solved.result))
 
 
 def map_result_to_step(graph: Graph, result: Result) -> Result:

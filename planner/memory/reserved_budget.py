@@ -167,11 +167,6 @@ class _Search:
         self._found = False
         request.tell("starting", None, None)
 
-        def tell(progress: SolveProgress) -> None:
-            self._found |= progress.best_s is not None
-            if request.on_progress is not None:
-                request.on_progress(progress)
-
         def report_interim(schedule: Schedule, bound_s: float) -> None:
             if schedule in self._judged:
                 return
@@ -186,7 +181,7 @@ class _Search:
                 graph=add_margins(request.graph, margins),
                 budget_bytes=asked_bytes,
                 clock=request.clock.start_part(share * measure_rest(request.clock)),
-                on_progress=tell,
+                on_progress=self._note_progress,
                 should_stop=lambda: (self._found and request.is_interrupted()) or self.must_stop(),
                 on_schedule=report_interim,
                 start=self._start or request.start,
@@ -197,6 +192,11 @@ class _Search:
         if margins:
             result = replace(result, graph=request.graph, bound_s=None)
         return replace(solved, result=result)
+
+    def _note_progress(self, progress: SolveProgress) -> None:
+        self._found |= progress.best_s is not None
+        if self.request.on_progress is not None:
+            self.request.on_progress(progress)
 
     def offer(self, result: Result) -> int:
         """Keep `result` if it fits and is the fastest; return the bytes that it reserves above the budget, 0 without a schedule.

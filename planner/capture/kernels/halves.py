@@ -9,6 +9,7 @@ the schedule. Known weakness: what min-cut recomputes inside of fused backward k
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,14 +108,12 @@ class Halves:
 
     def build_call(self, step: TrainingStep) -> Callable[..., Any]:
         """Return `call` with the inputs and outputs of `step`."""
-        joint, call = self.joint, self.call
+        return partial(self._run, step)
 
-        def run(*args: object, **kwargs: object) -> object:
-            parameters = [step.get_parameter(name) for name in joint.params_spec]
-            buffers = [step.get_buffer(name) for name in joint.buffers_spec]
-            return join_returned(*call(*parameters, *buffers, *args, **kwargs))
-
-        return run
+    def _run(self, step: TrainingStep, /, *args: object, **kwargs: object) -> object:
+        parameters = [step.get_parameter(name) for name in self.joint.params_spec]
+        buffers = [step.get_buffer(name) for name in self.joint.buffers_spec]
+        return join_returned(*self.call(*parameters, *buffers, *args, **kwargs))
 
 
 def compile_halves(

@@ -15,7 +15,6 @@ import numpy as np
 
 from graphs.errors import PlannerError
 from graphs.ir import Op
-from graphs.pools import Pool
 from graphs.schedule import Compute
 from graphs.units import format_bytes, format_seconds
 from planner.progress.escape import escape_text
@@ -235,7 +234,7 @@ class _Drawing:
             if near:
                 line = Span(location=most / scale, dimension="width", line_dash=[6, 4], line_width=2)
                 plot.add_layout(self._register_colors(line, line_color="budget"))
-            captions.append(_format_pool(pool, peak_bytes))
+            captions.append(f"{format_name(pool.name)} memory: at most {format_bytes(peak_bytes)}, {format_capacity(pool)}")
         return tuple(captions)
 
     def draw_addresses(self) -> tuple[str, ...]:
@@ -494,7 +493,3 @@ def _describe_places(addresses: StepAddresses) -> str:
 
 def _describe_planned(addresses: StepAddresses) -> str:
     return f"as they could be planned in one arena: {format_bytes(addresses.total_bytes)}, with static memory outside of it"
-
-
-def _format_pool(pool: Pool, peak_bytes: int) -> str:
-    return f"{format_name(pool.name)} memory: at most {format_bytes(peak_bytes)}, {format_capacity(pool)}"

@@ -18,7 +18,8 @@ def group_modules(names: Sequence[str], most: int = MOST) -> dict[str, str]:
     runs = [list(run) for _, run in groupby(distinct, key=_get_stem)]
     single = sum(len(run) == 1 for run in runs)
     each = next(
-        (size for size in range(2, len(distinct) + 1) if _count_groups(runs, size) <= max(most, single + 1)), len(distinct)
+        (size for size in range(2, len(distinct) + 1) if sum(-(-len(run) // size) for run in runs) <= max(most, single + 1)),
+        len(distinct),
     )
     found: dict[str, str] = {}
     for run in runs:
@@ -34,7 +35,3 @@ def _get_stem(name: str) -> str:
     """Return the common prefix of numbered blocks, ``h.`` for ``h.3``; other names are returned unchanged."""
     stem, dot, last = name.rpartition(".")
     return f"{stem}{dot}" if last.isdecimal() else name
-
-
-def _count_groups(runs: list[list[str]], size: int) -> int:
-    return sum(-(-len(run) // size) for run in runs)

@@ -126,7 +126,7 @@ def _check_ops(graph: "Graph") -> None:
         _check_requests(where, op)
         if not op.stream:
             raise GraphError(f"{where} runs on a stream without a name")
-        if op.workspace_bytes and op.stream not in owners:
+        if op.workspace_bytes and op.stream not in owners and (op.optional or not op.is_transfer):
             raise GraphError(
                 f"{where} has a workspace of {op.workspace_bytes} bytes, but its stream {op.stream!r} owns no pool to take it "
                 "from: make it an output, which is freed when the op is done"

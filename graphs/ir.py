@@ -18,7 +18,7 @@ from functools import cached_property
 
 from graphs.checks import check_graph
 from graphs.errors import UsageError, quote
-from graphs.pools import COMPUTE, DEVICE, TRANSFER, Pool
+from graphs.pools import COMPUTE, DEVICE, Pool, is_channel
 from graphs.requests import MemoryRequest
 from graphs.text import format_graph, render_graph
 from graphs.units import format_bytes
@@ -101,8 +101,8 @@ class Op:
         target: the called function, e.g. ``aten.mm.default``.
         inputs, outputs: tensor ids, each without repetition.
         time_s: seconds of one execution.
-        workspace_bytes: memory held during the execution only, besides inputs and outputs, in the first pool that its stream
-            owns.
+        workspace_bytes: memory held besides inputs and outputs: during the execution only, in the first pool that its stream
+            owns. A channel without a pool takes it from the device, from the issue of the op until the computation waits for it.
         phase: forward, backward or optimizer.
         recomputable: False if a second execution would be wrong.
         random: True if it draws random numbers; random ops keep their order.
@@ -159,8 +159,8 @@ class Op:
 
     @property
     def is_transfer(self) -> bool:
-        """True if it is optional and copies a tensor from one pool to another on a channel."""
-        return self.optional and self.target == TRANSFER
+        """True if it runs on a channel: a copy from one pool to another, or a collective of several processes."""
+        return is_channel(self.stream)
 
 
 _DEVICE_POOL = Pool(DEVICE, COMPUTE)
@@ -270,6 +270,11 @@ class Graph:
         return math.fsum(op.time_s for op in self.program)
 
     @cached_property
+    def compute_s(self) -> float:
+        """Seconds of those of the program's ops that run on the main device."""
+        return math.fsum(op.time_s for op in self.program if op.stream == COMPUTE)
+
+    @cached_property
     def has_host_times(self) -> bool:
         """True if it is known how long the host takes to issue ops."""
         return any(op.host_s for op in self.ops)
@@ -293,9 +298,8 @@ class Graph:
         return found
 
     def ends(self, transfer: Op) -> tuple[str, str]:
-        """Return the names of the source and target pools of a transfer."""
-        (source,), (target,) = transfer.inputs, transfer.outputs
-        return self.tensors[source].pool, self.tensors[target].pool
+        """Return the names of the source and target pools of a transfer; they are the same for a collective."""
+        return self.tensors[transfer.inputs[0]].pool, self.tensors[transfer.outputs[0]].pool
 
     def used(self, resource: str, computed: Collection[int]) -> float:
         """Return the amount of `resource` that the executed ops `computed` use, each counted once."""

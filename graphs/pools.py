@@ -13,11 +13,17 @@ DEVICE = "device"  # the pool whose capacity is the budget
 HOST = "host"
 COMPUTE = "compute"  # the stream that owns the device's
 TRANSFER = "copy"  # target of the ops that carry a tensor from one pool to another
+COLLECTIVES = "collectives"  # the channel of what processes send each other
 
 
 def name_stream(pool: str) -> str:
     """Return the name of the stream that computes in `pool`, and owns it."""
     return COMPUTE if pool == DEVICE else f"{COMPUTE}@{pool}"
+
+
+def is_channel(stream: str) -> bool:
+    """Return True if `stream` computes in no pool: what runs on it sends tensors, in parallel with the computation."""
+    return stream != COMPUTE and not stream.startswith(f"{COMPUTE}@")
 
 
 def name_channel(source: str, target: str) -> str:

@@ -5,13 +5,14 @@ does not depend on the timing of streams; ``graphs.clocks`` has the times on sev
 
 Conventions that solvers, writers and the runtime follow: inputs, outputs and workspace of an op are in memory at once; an output
 that is in memory already counts twice while its op runs; an output takes the memory of an input only if the next steps free that
-input. Memory is that of tensors; what an allocator reserves beyond them is in ``graphs.allocators``.
+input; the workspace of a transfer is in memory until the computation waits for it. Memory is that of tensors; what an allocator
+reserves beyond them is in ``graphs.allocators``.
 
 Known weakness: the time of the host is not modelled. A step that waits for its launches takes longer than its ops.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from graphs.clocks import run_clocks
@@ -57,7 +58,9 @@ class Simulation:
 def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     """Run `schedule` on `graph` with sizes instead of tensors.
 
-    During a Compute step, the memory of a pool is static + live tensors + the op's outputs + its workspace. An output that is
+    During a Compute step, the memory of a pool is static + live tensors + the op's outputs + its workspace. That of a transfer on
+    a stream that owns no pool stays in the device's pool until an op there reads one of its outputs, or a tensor that it reads or
+    makes is freed. An output that is
     live already counts twice during the step, and once afterwards. An output that may overwrite an input takes no memory of its
     own if that input is freed directly after the step, unless another stream has read the input since it was produced: it may
     still be reading.
@@ -104,6 +107,15 @@ def _find_freed_after(graph: Graph, schedule: Schedule, index: int) -> set[int]:
     return freed
 
 
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """The workspace of a transfer, until one of the tensors that it makes is read, or one that it uses is freed."""
+
+    makes: frozenset[int]
+    uses: frozenset[int]
+    size_bytes: int
+
+
 class _Memory:
     """The memory of a pool: `live_bytes` after a step, `now_bytes` during it, `at_step_bytes` during each.
 
@@ -114,10 +126,13 @@ class _Memory:
         self.pool = pool
         self.sizes = [t.size_bytes if t.pool == pool.name else 0 for t in graph.tensors]
         self.limit_bytes = math.inf if pool.capacity_bytes is None else pool.capacity_bytes
-        self.works_for = [p.owner for p in graph.pools].index(pool.owner) == graph.pools.index(pool)
+        self.owners = [p.owner for p in graph.pools]
+        self.works_for = self.owners.index(pool.owner) == graph.pools.index(pool)
+        self.lends = graph.pools.index(pool) == 0
         self.live_bytes = self.now_bytes = graph.static_bytes_by_pool[pool.name]
         self.at_step_bytes: list[int] = []
         self.given: set[int] = set()
+        self.lent: list[_Lent] = []
 
     def compute(self, op: Op, new: Sequence[int], goes: Collection[int]) -> None:
         """Add the bytes of the outputs of `op`, permanently if they are `new`, and its workspace.
@@ -127,20 +142,34 @@ class _Memory:
         """
         sizes = self.sizes
         made_bytes = sum([sizes[t] for t in op.outputs])
+        if self.lent and op.stream == self.pool.owner:
+            self._get_back([one for one in self.lent if not one.makes.isdisjoint(op.inputs)])
         self.given = {t for _, t in op.overwrites if t in goes}
         self.live_bytes -= sum([sizes[t] for t in self.given])
         self.now_bytes = self.live_bytes + made_bytes
         if self.works_for and op.stream == self.pool.owner:
+            self.now_bytes += op.workspace_bytes
+        elif self.lends and op.workspace_bytes and op.is_transfer and op.stream not in self.owners:
+            self.lent.append(_Lent(frozenset(op.outputs), frozenset((*op.inputs, *op.outputs)), op.workspace_bytes))
+            self.live_bytes += op.workspace_bytes
             self.now_bytes += op.workspace_bytes
         self.at_step_bytes.append(self.now_bytes)
         # A second copy of an output that was in memory goes at the end of the step.
         self.live_bytes += made_bytes if len(new) == len(op.outputs) else sum([sizes[t] for t in new])
 
     def free(self, t: int) -> None:
+        if self.lent:
+            self._get_back([one for one in self.lent if t in one.uses])
         if t not in self.given:
             self.live_bytes -= self.sizes[t]
         self.now_bytes = self.live_bytes
         self.at_step_bytes.append(self.now_bytes)
+
+    def _get_back(self, workspaces: Iterable[_Lent]) -> None:
+        """Free workspaces of transfers, which the owner of the pool waits for."""
+        for one in workspaces:
+            self.lent.remove(one)
+            self.live_bytes -= one.size_bytes
 
 
 class _Judge:
@@ -177,7 +206,7 @@ class _Judge:
             self._check_double(index, op)
         for t in new:
             there[t] = True
-        if len(self.memories) > 1:
+        if len(self.graph.streams) > 1:
             self.lent.update(t for t in op.inputs if self.owner[self.graph.tensors[t].pool] != op.stream)
             goes = {t for t in goes if t not in self.lent}
         for memory in self.memories:

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 from graphs.checks import check_plain
 from graphs.ir import Graph, Tensor
-from graphs.pools import DEVICE
+from graphs.pools import COMPUTE, DEVICE
 
 
 def remove_options(graph: Graph) -> Graph:
-    """Return the program without optional ops, with the same ids; tensors that only optional ops produce are dropped or empty.
+    """Return the program on one stream, with the same ids; tensors that only optional ops produce are dropped or empty.
 
     Raises:
-        GraphError: the program itself has several pools or streams.
+        GraphError: the program itself has several pools, or streams that compute.
     """
     if graph.plain:
         return graph
@@ -23,6 +23,7 @@ def remove_options(graph: Graph) -> Graph:
         if made or t.static:
             count = t.id + 1
         tensors.append(replace(t, producers=made) if made or t.static else replace(t, producers=(), size_bytes=0, pool=DEVICE))
-    program = Graph(graph.program, tuple(tensors[:count]), graph.kept, graph.provenance)
+    ops = tuple(replace(op, stream=COMPUTE) if op.is_transfer else op for op in graph.program)
+    program = Graph(ops, tuple(tensors[:count]), graph.kept, graph.provenance)
     check_plain(program)
     return program

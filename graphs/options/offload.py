@@ -122,7 +122,7 @@ def remove_offload(graph: Graph) -> tuple[Graph, Offloads]:
         return graph, NO_OFFLOADS
     host = next((pool for pool in graph.pools if pool.name == HOST), None)
     made = next((t.id for t in graph.tensors if t.pool == HOST), len(graph.tensors))
-    rest = next((op.id for op in graph.ops if op.is_transfer and op.stream == DEVICE_TO_HOST), len(graph.ops))
+    rest = next((op.id for op in graph.ops if op.stream == DEVICE_TO_HOST), len(graph.ops))
     by_tensor: dict[int, HostTransfers] = {}
     copying = graph.ops[rest:]
     for out, back in zip(copying[::2], copying[1::2], strict=False):

@@ -210,7 +210,8 @@ def list_devices(graph: Graph) -> tuple[Pool, ...]:
 def is_on_devices_alone(graph: Graph) -> bool:
     """Return True if all pools and streams of `graph` belong to the main device or were added by ``PLACEMENT``."""
     owners = {pool.owner for pool in graph.pools}
-    return list_devices(graph) == graph.pools and all(op.stream in owners or op.is_transfer for op in graph.ops)
+    others = [op for op in graph.ops if op.stream not in owners]
+    return list_devices(graph) == graph.pools and all(op.is_transfer and not op.replaces for op in others)
 
 
 def get_placement(graph: Graph) -> Placement:
@@ -242,7 +243,7 @@ def get_placement_with_options(graph: Graph) -> Placement:
     copies: dict[tuple[int, int, int], int] = {}
     for op in graph.ops[first:]:
         known = False
-        if op.is_transfer and len(op.inputs) == len(op.outputs) == 1:
+        if op.is_transfer and op.optional and len(op.inputs) == len(op.outputs) == 1:
             (before,), (after,) = op.inputs, op.outputs
             source, target = pool[graph.tensors[before].pool], pool[graph.tensors[after].pool]
             if source == 0 and target and after >= count > before:

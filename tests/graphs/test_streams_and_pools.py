@@ -264,3 +264,44 @@ def test_one_stream_is_the_sum_of_times() -> None:
     starts = [clocks.starts_s[i] for i, step in enumerate(schedule.steps) if isinstance(step, Compute)]
     assert starts == pytest.approx([0, 0.1, 1.1, 2.1, 3.1, 3.2, 4.2])
     assert clocks.clocks_s == pytest.approx(found.clocks_s)
+
+
+def sending() -> Graph:
+    """Weight w (4 bytes) is gathered, a (3) is made, b (2) is made of both, and its gradient g (5, kept) is sent, each in 2 s.
+
+    On a channel that owns no pool: the gather has a workspace of 8 bytes, what is sent one of 6.
+    """
+    tensors = (
+        Tensor(0, "shard", 1, ()),
+        Tensor(1, "w", 4, (0,)),
+        Tensor(2, "a", 3, (1,)),
+        Tensor(3, "b", 2, (2,)),
+        Tensor(4, "g", 5, (3,)),
+    )
+    ops = (
+        Op(0, "gather", "f", (0,), (1,), 2.0, workspace_bytes=8, stream="channel"),
+        Op(1, "a", "f", (), (2,), 2.0),
+        Op(2, "b", "f", (1, 2), (3,), 2.0),
+        Op(3, "send", "f", (3,), (4,), 2.0, workspace_bytes=6, stream="channel"),
+        Op(4, "last", "f", (2,), (), 2.0),
+    )
+    return Graph(ops, tensors, frozenset({4}), {})
+
+
+def test_workspace_of_a_transfer_is_in_memory_until_the_computation_waits_for_it() -> None:
+    graph, gather, a, b, send, last = sending(), *map(Compute, range(5))
+    found = run(graph, gather, a, b, Free(1), send, last, Free(2), Free(3))
+    # The shard; w and its workspace; a; b instead of the workspace; no w; g and a workspace; until b is freed.
+    assert found.memory_bytes == (13, 16, 10, 6, 17, 17, 14, 6)
+    assert found.time_s == 6  # gather and a, b, the last op and what is sent
+    # A free waits too, of what is made or read.
+    assert run(graph, gather, Free(1), gather, a, b, send, Free(3), last).memory_bytes == (13, 1, 13, 16, 10, 21, 13, 13)
+
+
+def test_output_in_place_of_an_input_that_a_transfer_reads_takes_memory_of_its_own() -> None:
+    graph = sending()
+    tensors = (*graph.tensors, Tensor(5, "c", 2, (4,)))
+    ops = (*graph.ops[:4], replace(graph.ops[4], inputs=(3,), outputs=(5,), overwrites=((5, 3),)))
+    graph = Graph(ops, tensors, graph.kept, {})
+    gather, a, b, send, last = map(Compute, range(5))
+    assert run(graph, gather, a, b, send, last, Free(3)).memory_bytes[-2:] == (23, 15)

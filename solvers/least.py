@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from graphs.ir import Graph
 from graphs.options import remove_options
 from graphs.options.offload import remove_offload
-from graphs.options.placement import remove_placement
+from graphs.options.placement import is_placed, remove_placement
 from graphs.options.selection import PartOf, remove_computed
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
@@ -122,11 +122,11 @@ def find_least_known(
         found.append(PartOf(graph, sending).schedule(least.schedule))
     if proved_bytes is None:
         proved_bytes = bound_least_budget(rest, offloads).budget_bytes
-    if not rest.plain:
+    if len(rest.ops) > len(rest.program):
         problem = build_problem(rest, rest.static_bytes)
         order = find_least_substitution(problem, clock.start_part(_INSTEAD * clock.limit), should_stop)
         trials = [] if order is None else [try_out(problem, order)]
-        if problem.placed:
+        if is_placed(rest):
             trials += _find_placed_trials(rest, proved_bytes, clock.start_part(_PLACED * clock.limit), should_stop)
         found += [trial.schedule for trial in trials if trial.peak_bytes < NOWHERE_BYTES]
     evicting = find_least_evicting_schedule(program, clock, should_stop=should_stop, proved_bytes=proved_bytes)

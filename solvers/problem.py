@@ -27,7 +27,7 @@ class Problem:
         offloads: these transfers.
         places: the order of ops, and which ops replace which.
         capacity_bytes: M, the budget less the static bytes.
-        time_s: c_i for each op, 0 for ops of other devices.
+        time_s: c_i for each op, 0 for ops on other streams.
         inputs, outputs: in(i) without static tensors, and out(i), for each op.
         sizes: b_t for each tensor (0 for static ones and those in other pools).
         producers: for each tensor its producers, in order.
@@ -87,13 +87,18 @@ class Problem:
 
     @property
     def placed(self) -> bool:
-        """True if ops may run on other devices."""
+        """True if ops run on other streams, whose times are not those of the main device."""
         return len(self.graph.streams) > 1
+
+    @property
+    def has_streams(self) -> bool:
+        """True if anything runs in parallel with the main device."""
+        return self.placed or bool(self.offloads)
 
     @property
     def plain(self) -> bool:
         """True if only recomputations are to be chosen: there are neither optional ops nor transfers."""
-        return self.places.plain and not self.offloads
+        return self.places.plain and not self.has_streams
 
     @property
     def only_offloads(self) -> bool:
@@ -107,8 +112,12 @@ class Problem:
 
     @property
     def base_s(self) -> float:
-        """Seconds of the program's ops, each executed once."""
-        return self.graph.time_s
+        """Seconds of the program's ops on the main device, each executed once."""
+        return self.graph.compute_s
+
+    def is_transfer(self, i: int) -> bool:
+        """Return True if op i runs on a channel."""
+        return self.streams.is_transfer[self.places.ids[i]]
 
     def get_seconds(self, i: int) -> float:
         """Return the time of op i on its stream."""
@@ -142,8 +151,8 @@ def build_problem(graph: Graph, budget_bytes: int) -> Problem:
     whole = graph
     graph, offloads = remove_offload(whole)
     places = find_places(graph)
-    if places.plain and not graph.plain:  # no optional op can be used
-        graph = remove_options(graph)
+    if places.plain and len(graph.ops) > len(graph.program):  # no optional op can be used
+        graph = replace(remove_options(graph), ops=graph.program)
     ops = [graph.ops[op] for op in places.ids]
     capacity_bytes = budget_bytes - graph.static_bytes
     allowed = [places.optional[i] or all(graph.ops[p].recomputable for p in (*op.replaces, op.id)) for i, op in enumerate(ops)]

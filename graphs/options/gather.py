@@ -7,12 +7,19 @@ one order.
 
 Where whole gradients of several batches are summed before they are reduced, the sums are static tensors. Each gradient is added
 to its sum as soon as it is there, and the reduction, if this batch has one, reads the sums.
+
+With the option ``OVERLAP`` gathers and reductions are transfers: they run on a channel, in parallel with the computation. A
+gather is like a reload whose source is always there, and which has several targets; a reduction is like an offload that must
+happen. Known weakness: a unit is gathered as a whole.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
+from graphs.options.option import Feature, GraphOption
+from graphs.options.surroundings import Surroundings
+from graphs.pools import COLLECTIVES, COMPUTE
 
 GATHER, REDUCE, ADD = "collective.gather", "collective.reduce", "collective.add"  # targets of ops
 
@@ -198,6 +205,39 @@ def _build_reduction(unit: Unit, cost: CollectiveCost, gradients: tuple[int, ...
         recomputable=False,
         module=unit.name,
     )
+
+
+def _explain_refusal(graph: Graph, _: Surroundings) -> str:
+    found = _find_collectives(graph)
+    if not found:
+        return "overlap needs a step with collectives: shard the model with fully_shard"
+    if any(graph.ops[op].stream != COMPUTE for op in found):
+        return "overlap cannot be added to a graph that already has it"
+    return ""
+
+
+def _add_overlap(graph: Graph, _: Surroundings) -> Graph:
+    """Return `graph` with its gathers and reductions on a channel."""
+    moved = _find_collectives(graph)
+    return replace(graph, ops=tuple(replace(op, stream=COLLECTIVES) if op.id in moved else op for op in graph.ops))
+
+
+def _find_collectives(graph: Graph) -> frozenset[int]:
+    return frozenset(op.id for op in graph.program if op.target in {GATHER, REDUCE})
+
+
+OVERLAP = GraphOption(
+    name="overlap",
+    description="parameters are gathered and gradients reduced in parallel with computation",
+    offers="a channel",
+    refused={
+        Feature.ARENA: "collectives end at different times in each step, and addresses are planned for fixed times; leave one "
+        "of them out",
+        Feature.CUDA_GRAPH: "collectives are issued one by one; leave one of them out",
+    },
+    accepts=_explain_refusal,
+    apply=_add_overlap,
+)
 
 
 def _find_last(graph: Graph, gradients: Sequence[int]) -> int:

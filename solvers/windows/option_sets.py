@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from graphs.ir import Graph
+from graphs.options import remove_options
 from graphs.options.placement import remove_placement
 from graphs.options.selection import get_option_name, remove_ops
 from graphs.pools import COMPUTE
@@ -15,7 +16,7 @@ from solvers.windows.strategies.commitments import Commitments
 
 
 def make_plain_parts(search: Search) -> list[Part]:
-    """Return the graph without overwriting, and the graph without transfers to the host.
+    """Return the graph without overwriting, on one stream, and without transfers to the host.
 
     Schedules of the latter count once those with transfers have been searched (``Incumbent.reserve``).
     """
@@ -26,10 +27,30 @@ def make_plain_parts(search: Search) -> list[Part]:
         incumbent.take(trial)
         search.offer(trial.order)
 
+    def offer_moved(trial: Trial) -> None:
+        """Offer an order that was found with its transfers on the main device; here they are issued earlier."""
+        search.offer(trial.order)
+
     parts = [Part(search, whole.out_of_place(), take_out_of_place)] if whole.writes_over_inputs else []
+    if search.problem.placed and not search.problem.only_offloads:
+        parts.append(Part(search, _weigh_transfers(whole), offer_moved))
     if search.problem.offloads:
         parts.append(Part(search, search.problem.graph, incumbent.reserve))
     return parts
+
+
+def _weigh_transfers(graph: Graph) -> Graph:
+    """Return `graph` on one stream, with the times of its transfers and of other ops weighted by what each sums to.
+
+    With q = G / (C + G), where G and C are these sums, times are q g and (1 - q) c. So a transfer costs the less the more of
+    them can be in parallel with computation. A schedule takes at least as long as either stream works, so the weighted time of
+    each is a lower bound of its time in parallel.
+    """
+    total_s = graph.time_s or 1.0
+    share = 1 - graph.compute_s / total_s
+    weights = (share if op.is_transfer else 1 - share for op in graph.ops)
+    ops = tuple(replace(op, time_s=weight * op.time_s) for op, weight in zip(graph.ops, weights, strict=True))
+    return remove_options(replace(graph, ops=ops))
 
 
 def make_option_parts(search: Search, commitments: Commitments) -> list[Part]:

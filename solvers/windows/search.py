@@ -112,7 +112,7 @@ class Search:
 
     def _simulate(self, order: Order) -> Trial:
         """Return the trial of `order`. Solutions of one model after the other are often decoded to the same executions."""
-        if not (self.problem.offloads or self.problem.placed):  # where executions do not say all
+        if not self.problem.has_streams:  # else executions do not say all
             for known in tuple(self.recent):
                 if known.order.computed == order.computed:
                     return replace(known, order=order)

@@ -83,7 +83,7 @@ def try_out(problem: Problem, order: Order) -> Trial:
     """
     if problem.offloads and not problem.places.plain:
         return _try_out_plain(problem, order)
-    if problem.placed or problem.offloads:
+    if problem.has_streams:
         return _try_out_transfers(problem, order)
     ids = problem.places.ids
     schedule = schedule_of(problem.graph, [ids[i] for i in order.computed])
@@ -98,19 +98,25 @@ def _try_out_transfers(problem: Problem, order: Order) -> Trial:
     """Return the trial of an order with transfers, each issued at the right time."""
     ids = problem.places.ids
     found = add_transfers(problem, [ids[i] for i in order.computed], order.reloads)
+    moved, issued = found.moved, list(range(len(found.moved)))
+    if problem.places.plain:  # transfers of the program stay before their readers in the order, wherever they are issued
+        issued = sorted(issued, key=moved.__getitem__)
+        moved = sorted(moved)
     order = replace(
         order,
-        computed=tuple(order.computed[index] for index in found.moved),
-        windows=tuple(order.windows[index] for index in found.moved),
-        first=tuple(order.first[index] for index in found.moved),
+        computed=tuple(order.computed[index] for index in moved),
+        windows=tuple(order.windows[index] for index in moved),
+        first=tuple(order.first[index] for index in moved),
         reloads=found.reloads,
     )
-    schedule, memory = found.schedule, tuple(found.memory_bytes)
+    schedule, memory = found.schedule, tuple(found.memory_bytes[at] for at in issued)
     if not found.fits_elsewhere:
         return Trial(order, schedule, math.inf, NOWHERE_BYTES, memory)
     simulation = simulate(problem.whole, schedule)
-    waits = (tuple(found.waits_s), tuple(found.ends)) if problem.offloads else ((), ())
-    return Trial(order, schedule, simulation.time_s, simulation.peak_bytes, memory, *waits)
+    trial = Trial(order, schedule, simulation.time_s, simulation.peak_bytes, memory)
+    if not problem.only_offloads:
+        return trial
+    return replace(trial, waits_s=tuple(found.waits_s[at] for at in issued), ends=tuple(found.ends[at] for at in issued))
 
 
 def _try_out_plain(problem: Problem, order: Order) -> Trial:

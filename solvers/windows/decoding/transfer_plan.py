@@ -34,7 +34,7 @@ class PoolStay:
         begin: position of the execution that produces it, or before which its transfer is issued.
         read: position of its first reader; where it is produced, `begin`.
         ready_s: the time at which it is produced if transfers take no time.
-        by: the transfer that produces it.
+        by: the transfer that produces it, maybe together with others.
         after: end of the previous stay of the tensor, -1 if there is none.
         end: position of the last execution that reads or produces it, -1 if only transfers do, ``_END`` if it is kept.
         copied: position of the last transfer that reads it, -1 if there is none.
@@ -58,23 +58,23 @@ class PlannedTransfer:
 
     Attributes:
         op: its id.
-        source: None for a static tensor.
+        sources: what it reads, without static tensors.
         place: position before which it is issued at the latest.
         index: its position in the order with transfers, -1 for one that was added.
-        follows: the transfer that produces the previous stay of its target, if one does.
+        follows: the transfers that produce the previous stays of its targets, if any do.
         due_s: the time by which it must arrive, if other transfers take no time.
-        target: the stay that it produces.
+        targets: the stays that it produces.
         begin: position from which it is issued (queued, if it is `early`).
-        early: True if its source is freed before its target is read.
-        urgent: True if the memory of its source is needed before its target is read.
+        early: True if a source is freed before its target is read.
+        urgent: True if the memory of a source is needed before its target is read.
     """
 
     op: int
-    source: PoolStay | None
-    target: PoolStay
+    sources: tuple[PoolStay, ...]
+    targets: tuple[PoolStay, ...]
     place: int
     index: int
-    follows: "PlannedTransfer | None" = None
+    follows: "tuple[PlannedTransfer, ...]" = ()
     due_s: float = math.inf
     begin: int = 0
     early: bool = False
@@ -84,7 +84,12 @@ class PlannedTransfer:
     @property
     def turn(self) -> tuple[float, float, int]:
         """Its rank among the transfers of its channel."""
-        return self.due_s, 0.0 if self.source is None else self.source.ready_s, self.index
+        return self.due_s, self.ready_s, self.index
+
+    @property
+    def ready_s(self) -> float:
+        """The time at which its sources are there if transfers take no time."""
+        return max((source.ready_s for source in self.sources), default=0.0)
 
 
 class TransferPlan:
@@ -119,15 +124,15 @@ class TransferPlan:
         devices = [(s, self.clocks_s[s]) for d, s in enumerate(streams.owner) if streams.computes[d]]
         for index, op in enumerate(computed):
             place = len(executed)
-            if streams.source[op] >= 0:
-                self._transfer(op, last.get(streams.source[op]), place, index)
+            if streams.is_transfer[op]:
+                self._transfer(op, [last[t] for t in streams.inputs[op]], place, index)
                 continue
             for t in streams.inputs[op] if place in wanted else ():
                 transfers = problem.offloads.by_tensor.get(t)
                 if transfers is not None and t in wanted[place]:
                     if transfers.host_tensor not in last:
-                        self._transfer(transfers.offload_op, produced[t], place, -1)
-                    self._transfer(transfers.reload_op, last[transfers.host_tensor], place, -1)
+                        self._transfer(transfers.offload_op, [produced[t]], place, -1)
+                    self._transfer(transfers.reload_op, [last[transfers.host_tensor]], place, -1)
             start_s = now_s[stream[op]]
             for t in streams.inputs[op]:
                 stay = last[t]
@@ -151,18 +156,24 @@ class TransferPlan:
         self.written_over: list[list[PoolStay]] = [[] for _ in executed]
         self._plan()
 
-    def _transfer(self, op: int, source: PoolStay | None, place: int, index: int) -> None:
-        (t,) = self.streams.outputs[op]
-        before, end = self._last.get(t), _END if self.streams.kept[t] else -1
-        target = self._last[t] = PoolStay(t, place, -1, source.ready_s if source else 0.0, end=end)
-        if before is not None:
-            target.after = max(before.copied if before.end < 0 else before.end, before.begin - 1)
-        self.stays.append(target)
-        target.by = PlannedTransfer(op, source, target, place, index, before.by if before else None)
-        self.transfers.append(target.by)
-        if source is not None:
+    def _transfer(self, op: int, sources: Sequence[PoolStay], place: int, index: int) -> None:
+        ready_s = max((source.ready_s for source in sources), default=0.0)
+        targets, follows = list[PoolStay](), list[PlannedTransfer]()
+        for t in self.streams.outputs[op]:
+            before, end = self._last.get(t), _END if self.streams.kept[t] else -1
+            targets.append(PoolStay(t, place, -1, ready_s, end=end))
+            self._last[t] = targets[-1]
+            if before is not None:
+                targets[-1].after = max(before.copied if before.end < 0 else before.end, before.begin - 1)
+                follows += [] if before.by is None else [before.by]
+        self.stays += targets
+        transfer = PlannedTransfer(op, tuple(sources), tuple(targets), place, index, tuple(follows))
+        self.transfers.append(transfer)
+        for target in targets:
+            target.by = transfer
+        for source in sources:
             source.copied = place
-            source.unsent = (*source.unsent, target.by)
+            source.unsent = (*source.unsent, transfer)
             if source.read < 0:
                 source.read = place
 
@@ -172,19 +183,36 @@ class TransferPlan:
         memory = self._compute_memory_bytes()
         self._set_due(memory)
         self._plan_late()
+        # The position from which the last transfer of the program is issued, of gathers, and of reductions.
+        turn: dict[tuple[int, bool], int] = {}
+        backward = self._find_backward()
         for transfer in self.transfers:
-            target, source = transfer.target, transfer.source
-            begin = max(transfer.begin, target.after + 1)
-            if source is not None:
-                begin = max(begin, source.begin + (source.by is None))
+            begin = max(transfer.begin, *(target.after + 1 for target in transfer.targets))
+            begin = max(begin, *(source.begin + (source.by is None) for source in transfer.sources), 0)
+            kind = self.streams.stream[transfer.op], bool(transfer.sources)
+            if self.streams.in_program[transfer.op]:  # in their order, each within its pass
+                begin = max(begin, turn.get(kind, 0), backward if transfer.place >= backward else 0)
             begin = min(begin, transfer.place)
-            d, size = self.streams.home[transfer.op], self.streams.sizes[target.tensor]
+            d, size = self.streams.home[transfer.op], self.streams.need_bytes[transfer.op]
             if d in memory:
                 full = np.flatnonzero(memory[d][begin : transfer.place] + size > self.limits_bytes[d])
                 if len(full):
                     begin += int(full[-1]) + 1
                 memory[d][begin : transfer.place] += size
-            transfer.begin = target.begin = begin
+            transfer.begin = begin
+            if self.streams.in_program[transfer.op]:
+                turn[kind] = begin
+            for target in transfer.targets:
+                target.begin = begin
+
+    def _find_backward(self) -> int:
+        """Return the position of the first execution after the forward pass; 0 if the program has none."""
+        forward = set(self.streams.forward)
+        for place, op in enumerate(self.executed if forward else ()):
+            forward.discard(op)
+            if not forward:
+                return place + 1
+        return 0
 
     def _set_ends(self) -> None:
         """Set the stays that end with each execution."""
@@ -197,17 +225,22 @@ class TransferPlan:
         """Set the times by which transfers must arrive, and find those whose source is freed before."""
         starts_s = (*self.starts_s, math.inf)
         for transfer in reversed(self.transfers):
-            source, read = transfer.source, transfer.target.read
-            if read < 0:
-                read = transfer.place
-            if source is not None:
-                transfer.early = transfer.urgent = 0 <= source.end < read
-                if self.streams.computes[self.streams.home[transfer.op]]:  # tensors leave devices because memory is needed
-                    needed = self._find_needed(memory, source, read)
-                    transfer.urgent, read = needed < read, needed
-            transfer.due_s = min(transfer.due_s, starts_s[read])
-            if source is not None and source.by is not None:
-                source.by.due_s = min(source.by.due_s, transfer.due_s - self.streams.time_s[transfer.op])
+            op = transfer.op
+            read = min((target.read for target in transfer.targets if target.read >= 0), default=transfer.place)
+            for source in transfer.sources:
+                transfer.early |= 0 <= source.end < read
+                transfer.urgent |= 0 <= source.end < read
+            if transfer.sources and self.streams.computes[self.streams.home[op]]:
+                # Tensors leave devices because memory is needed.
+                needed = min(self._find_needed(memory, source, read) for source in transfer.sources)
+                transfer.urgent, read = needed < read, needed
+            due_s = starts_s[read]
+            if transfer.sources and self.streams.in_program[op]:  # it cannot be done before its place
+                due_s = transfer.ready_s + self.streams.time_s[op]
+            transfer.due_s = min(transfer.due_s, due_s)
+            for source in transfer.sources:
+                if source.by is not None:
+                    source.by.due_s = min(source.by.due_s, transfer.due_s - self.streams.time_s[op])
 
     def _find_needed(self, memory: BytesByPool, stay: PoolStay, until: int) -> int:
         """Return the first position after a stay at which its memory is needed, at most `until`."""
@@ -228,7 +261,7 @@ class TransferPlan:
         shared = {streams.stream[transfer.op] for transfer in self.transfers if not transfer.early}
         planned = (transfer for transfer in self.transfers if streams.stream[transfer.op] in shared)
         for transfer in sorted(planned, key=lambda x: x.turn, reverse=True):
-            source, channel = transfer.source, streams.stream[transfer.op]
+            channel = streams.stream[transfer.op]
             begin_s = until_s[channel] = min(transfer.due_s, until_s[channel]) - streams.time_s[transfer.op]
             if transfer.early:
                 continue
@@ -239,8 +272,9 @@ class TransferPlan:
             # The first position at the latest time of the pool's owner before that.
             latest = bisect_right(clocks_s, begin_s) - 1
             transfer.begin = bisect_left(clocks_s, clocks_s[latest]) if latest >= 0 else 0
-            if source is not None and source.by is not None:
-                source.by.due_s = min(source.by.due_s, begin_s)
+            for source in transfer.sources:
+                if source.by is not None:
+                    source.by.due_s = min(source.by.due_s, begin_s)
 
     def _compute_memory_bytes(self) -> BytesByPool:
         """Return the memory of the devices' pools that have a limit during each execution, with the shortest lifetimes."""

@@ -62,6 +62,7 @@ class TransferRun:
         self.ready_s, self.busy_s = ([0.0] * len(streams.pool) for _ in range(2))  # busy: until the last transfer ends
         self.there = [False] * len(streams.pool)
         self.lingering: list[dict[int, PoolStay]] = [{} for _ in streams.owner]  # tensors to be freed as soon as possible
+        self.lending: list[PlannedTransfer] = []  # those whose workspaces the main device has not got back
         # For each channel the transfers that wait for it.
         self.queues: dict[int, list[PlannedTransfer]] = {streams.stream[transfer.op]: [] for transfer in plan.transfers}
         self.live = list(streams.static_bytes)
@@ -141,7 +142,7 @@ class TransferRun:
         """
         streams, d = self.streams, self.streams.home[transfer.op]
         lingering, now_s, need = self.lingering[d], self.clock_s[streams.owner[d]], streams.need_bytes[transfer.op]
-        if transfer.target.tensor in lingering and self.busy_s[transfer.target.tensor] > now_s:
+        if any(target.tensor in lingering and self.busy_s[target.tensor] > now_s for target in transfer.targets):
             return True
         if transfer.urgent or not lingering:
             return False
@@ -154,6 +155,8 @@ class TransferRun:
         streams, place, ready_s, busy_s = self.streams, self.place, self.ready_s, self.busy_s
         d, stream, outputs, over = streams.home[op], streams.stream[op], streams.outputs[op], self.plan.written_over[place]
         need, lingering = streams.need_bytes[op], self.lingering[d]
+        if self.lending:
+            self._get_back([one for one in self.lending if not set(streams.outputs[one.op]).isdisjoint(streams.inputs[op])])
         for stay in over:
             need -= streams.sizes[stay.tensor]
         if lingering or self.live[d] + need > self.plan.limits_bytes[d]:
@@ -184,34 +187,40 @@ class TransferRun:
         self.ends[-1] = len(self.steps)
 
     def _issue(self, transfer: PlannedTransfer) -> None:
-        streams, op, t = self.streams, transfer.op, transfer.target.tensor
-        s, d, channel = streams.source[op], streams.home[op], streams.stream[op]
-        if transfer.source is not None and transfer.source.by is not None:
-            self._require(transfer.source.by)
+        streams, op = self.streams, transfer.op
+        d, channel, inputs, outputs = streams.home[op], streams.stream[op], streams.inputs[op], streams.outputs[op]
+        for source in transfer.sources:
+            if source.by is not None:
+                self._require(source.by)
         # Two copies of one tensor in one pool may not be under way at once.
-        if transfer.follows is not None:
-            self._require(transfer.follows)
-        self._release(d, (t,))
+        for before in transfer.follows:
+            self._require(before)
+        self._release(d, outputs)
         # Only transfers that were added by the decoder can be left out again: the order needs the others.
         if not self._make_room(d, streams.need_bytes[op]) and d and transfer.index < 0:
-            self.refused.add(t)
-        start_s = max(self.clock_s[channel], self.clock_s[streams.owner[d]], self.ready_s[s])
+            self.refused.update(outputs)
+        start_s = max(self.clock_s[channel], self.clock_s[streams.owner[d]], *(self.ready_s[s] for s in inputs), 0.0)
         if transfer.index < 0:
             self.steps.append(streams.compute[op])
         else:
             self._step(op, transfer.index, 0.0, streams.need_bytes[op])
             self.ends[-1] = len(self.steps)
         end_s = self.clock_s[channel] = start_s + streams.time_s[op]
-        self.busy_s[s] = max(self.busy_s[s], end_s)
-        if not self.there[t]:
-            self.there[t] = True
-            self.ready_s[t] = self.busy_s[t] = end_s
-            self.live[d] += 0 if t in self.refused else streams.sizes[t]
+        for s in inputs:
+            self.busy_s[s] = max(self.busy_s[s], end_s)
+        for t in outputs:
+            if not self.there[t]:
+                self.there[t] = True
+                self.ready_s[t] = self.busy_s[t] = end_s
+                self.live[d] += 0 if t in self.refused else streams.sizes[t]
         transfer.issued = True
-        if transfer.source is not None:
-            transfer.source.unsent = tuple(x for x in transfer.source.unsent if x is not transfer)
-        for stay in (transfer.source, transfer.target):
-            if stay is not None and stay.end < self.place and not stay.unsent:  # nothing reads it any more
+        if lent_bytes := streams.lent_bytes[op]:
+            self.lending.append(transfer)
+            self.live[0] += lent_bytes
+        for source in transfer.sources:
+            source.unsent = tuple(x for x in source.unsent if x is not transfer)
+        for stay in (*transfer.sources, *transfer.targets):
+            if stay.end < self.place and not stay.unsent:  # nothing reads it any more
                 self.lingering[streams.pool[stay.tensor]][stay.tensor] = stay
 
     def _step(self, op: int, index: int, wait_s: float, need: int) -> None:
@@ -231,15 +240,14 @@ class TransferRun:
         self._require(transfer)
 
     def _compute_ready_s(self, transfer: PlannedTransfer) -> float:
-        """Return the time from which the source is there, inf if it must be transferred first."""
-        waits = transfer.source is not None and transfer.source.by is not None and not transfer.source.by.issued
-        return math.inf if waits else self.ready_s[self.streams.source[transfer.op]]
+        """Return the time from which the sources are there, inf if one must be transferred first."""
+        waits = any(source.by is not None and not source.by.issued for source in transfer.sources)
+        return math.inf if waits else max((self.ready_s[s] for s in self.streams.inputs[transfer.op]), default=0.0)
 
     def _compute_urgency(self, transfer: PlannedTransfer) -> tuple[float, ...]:
-        source = transfer.source
-        if source is None or self.streams.computes[self.streams.home[transfer.op]]:
+        if not transfer.sources or self.streams.computes[self.streams.home[transfer.op]]:
             return transfer.turn
-        return source.end, *transfer.turn
+        return min(source.end for source in transfer.sources), *transfer.turn
 
     def _require(self, transfer: PlannedTransfer) -> None:
         """Issue a transfer, unless it is issued."""
@@ -258,7 +266,7 @@ class TransferRun:
 
     def _find_next_channel(self, d: int) -> int:
         """Return the channel from pool `d` with a queue that is free first, -1 if there is none."""
-        channels = (c for c, queue in self.queues.items() if queue and self.streams.pool[self.streams.source[queue[0].op]] == d)
+        channels = (c for c, queue in self.queues.items() if queue and self.streams.origin[queue[0].op] == d)
         return min(channels, key=self.clock_s.__getitem__, default=-1)
 
     def _make_room(self, d: int, need: int) -> bool:
@@ -283,8 +291,17 @@ class TransferRun:
         self.fits_elsewhere &= fits or not d
         return fits
 
+    def _get_back(self, waited_for: Sequence[PlannedTransfer]) -> None:
+        """Free the workspaces of transfers that the main device waits for."""
+        for transfer in waited_for:
+            self.lending.remove(transfer)
+            self.live[0] -= self.streams.lent_bytes[transfer.op]
+
     def _free(self, t: int) -> None:
         d = self.streams.pool[t]
+        if self.lending:
+            inputs, outputs = self.streams.inputs, self.streams.outputs
+            self._get_back([one for one in self.lending if t in inputs[one.op] or t in outputs[one.op]])
         owner = self.streams.owner[d]
         if self.busy_s[t] > self.clock_s[owner]:
             self.clock_s[owner] = self.busy_s[t]

@@ -1,4 +1,4 @@
-"""Rows 16 to 20: other devices, which work in parallel with the main one. Relaxations; none for graphs with one device.
+"""Rows 16 to 21: other streams, which work in parallel with the main one. Relaxations; none for graphs with one device.
 
     idle    time from the end of the main device's work, with its waits, to the end of the step; costs 1
     end     end of the step, at most the step without recomputation plus the objective
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from graphs.pools import COMPUTE
-from solvers.problem import OBJECTIVE_SCALE
+from solvers.problem import OBJECTIVE_SCALE, Problem
 from solvers.streams import get_workspace_bytes, list_sizes
 from solvers.windows.relaxation.draft import ModelDraft, Sum
 from solvers.windows.relaxation.paths import Paths
@@ -132,7 +132,9 @@ class _Makespan:
 
     def add(self) -> None:
         draft = self.draft
-        draft.add_column(1.0, upper=self.longest)  # idle
+        idle = draft.add_column(1.0, upper=self.longest)
+        if self.problem.places.plain and not self.problem.only_offloads:
+            self.add_ends(idle)
         # The objective counts what the main device does and waits for, and then is idle: so much is the end at most.
         costs = {column: -cost for column, cost in enumerate(draft.cost) if cost}
         end = self.time()
@@ -152,6 +154,27 @@ class _Makespan:
                     row.add(column, unit)
         row.add(end, -1.0)
         self.draft.add_row(*row.list_terms(), -np.inf, -row.constant)
+
+    def add_ends(self, idle: int) -> None:
+        """Add row 21: the main device waits for the first transfers, and the last ones begin when it has ended.
+
+        idle + sum of c_i R[k,i] over the windows k behind the program's last op on the main device
+            >= seconds of the transfers up to those that its first op there reads
+             + seconds of the transfers from the first one on that reads an output of that last op
+
+        Known weakness: without a window that ends with that op the last transfers do not count.
+        """
+        problem, draft = self.problem, self.draft
+        head, tail, last = find_exposed(problem)
+        row = LinearExpression()
+        row.add(idle, 1.0)
+        behind = [k for k in range(draft.windows) if draft.starts[k] > last]
+        for (k, i), column in (*draft.recomputed.items(), *draft.twice.items()):
+            if k in behind:
+                row.add(column, problem.convert_to_units(problem.time_s[i]))
+        exposed = [*head, *(tail if behind and draft.starts[behind[0]] == last + 1 else ())]
+        if least := sum(map(self.convert_to_units, exposed)):
+            draft.add_row(*row.list_terms(), least, np.inf)
 
     def add_paths(self, end: int) -> None:
         """Add row 19 for each op of the program and its dependencies."""
@@ -175,7 +198,7 @@ class _Makespan:
 
     def add_turns(self, times: dict[int, int], end: int) -> None:
         """Add row 20 for each op of the program: executions in places on one device are in the order of the places."""
-        done: dict[int, int] = {}  # by device, the column of C at the previous place
+        done: dict[tuple[int, bool], int] = {}  # the column of C at the previous place
         for v in self.paths.program:
             ended = self.time()
             others = [self.only[b] for b in self.paths.list_with_replacements(v) if b in self.only]
@@ -184,8 +207,8 @@ class _Makespan:
             for t in self.paths.list_needed(v):
                 for device in self.paths.list_reading_devices(v, t):
                     self.add_path(v, (t, device, self.paths.copied.get((t, device), 0.0)), times, ended)
-            for device, alternatives in self.paths.group_by_device(v).items():
-                done[device] = self.add_turn(alternatives, done.get(device), ended)
+            for turn, alternatives in self.paths.group_by_turn(v).items():
+                done[turn] = self.add_turn(alternatives, done.get(turn), ended)
         for column in done.values():
             self.draft.add_row([column, end], [1.0, -1.0], -np.inf, 0.0)
 
@@ -258,3 +281,19 @@ class _Makespan:
             row.add(times[paths.producer[t]], 1.0)
         row.add(times[v] if ended is None else ended, -1.0)
         draft.add_row(*row.list_terms(), -np.inf, -row.constant)
+
+
+def find_exposed(problem: Problem) -> tuple[list[int], list[int], int]:
+    """Return the transfers before the first op on the main device, those after the last one, and this op.
+
+    An op that takes no time does not count as the first. Transfers count from the first one on that reads an output of the last.
+    """
+    moved = [i for i in range(problem.ops) if problem.is_transfer(i)]
+    computing = [i for i in range(problem.ops) if not problem.is_transfer(i)]
+    first, last = next((i for i in computing if problem.time_s[i]), computing[-1]), computing[-1]
+    read = {p for i in computing if i <= first for t in problem.inputs[i] for p in problem.producers[t]}
+    gathers = [i for i in moved if not problem.inputs[i]]
+    awaited = max(read.intersection(gathers), default=-1)
+    sent = [i for i in moved if problem.inputs[i]]
+    begin = next((i for i in sent if not set(problem.outputs[last]).isdisjoint(problem.inputs[i])), problem.ops)
+    return [i for i in gathers if i <= awaited], [i for i in sent if i >= begin], last

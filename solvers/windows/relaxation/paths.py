@@ -22,14 +22,14 @@ class Paths:
         self.program = [v for v in range(problem.ops) if not (self.places.optional[v] or self.places.replaces[v])]
         self.copied: dict[tuple[int, int], float] = {}
         for i, op in enumerate(self.ops):
-            if op.is_transfer:
+            if op.is_transfer and op.optional:
                 key = self.streams.base[op.inputs[0]], self.streams.pool[op.outputs[0]]
                 self.copied[key] = min(self.copied.get(key, np.inf), problem.convert_to_units(problem.get_seconds(i)))
         self.producer: dict[int, int] = {}
         for v in self.program:
             known = set(self.list_with_replacements(v))
             for t in problem.outputs[v]:
-                if all(p in known or self.ops[p].is_transfer for p in problem.producers[t]):
+                if all(p in known or (self.ops[p].is_transfer and self.ops[p].optional) for p in problem.producers[t]):
                     self.producer[t] = v
         self._needed: dict[int, list[int]] = {}
 
@@ -49,12 +49,15 @@ class Paths:
         """Return the devices on which an op in the place of v reads t."""
         return sorted({device for c in self.list_alternatives(v) for device in self.list_devices_of_read(c, t)})
 
-    def group_by_device(self, v: int) -> dict[int, list[int]]:
-        """Return the ops that may be executed in the place of v, by device."""
-        found: dict[int, list[int]] = {}
+    def group_by_turn(self, v: int) -> dict[tuple[int, bool], list[int]]:
+        """Return the ops that may be executed in the place of v, by what executes them one after the other.
+
+        That is their stream. A transfer that reads only static tensors may be issued before others in earlier places.
+        """
+        found: dict[tuple[int, bool], list[int]] = {}
         for c in self.list_alternatives(v):
-            outputs = self.problem.outputs[c]
-            found.setdefault(self.streams.pool[outputs[0]] if outputs else 0, []).append(c)
+            may_be_early = self.ops[c].is_transfer and not self.problem.inputs[c]
+            found.setdefault((self.streams.stream[self.places.ids[c]], may_be_early), []).append(c)
         return found
 
     def list_computing(self, t: int, device: int | None) -> list[int]:

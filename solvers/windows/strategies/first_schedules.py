@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from graphs.options import remove_options
 from solvers.clock import measure_rest
 from solvers.eviction.engine import WORK_PER_EVICTION, find_evicting_order
 from solvers.eviction.least_peak import find_least_evicting_schedule
@@ -32,7 +33,9 @@ class KeepEverything(Strategy):
         trial = self.search.offer(order_of(self.search.problem, range(ops)))
         assert trial is not None
         peak = int(np.argmax(trial.memory_bytes))
-        self.search.models.coarse = self.search.models.refined = Discretization(tuple(sorted({peak, ops - 1})))
+        # What is sent last goes out after a window of its own (row 21).
+        last = next(i for i in reversed(range(ops)) if i == 0 or not self.search.problem.is_transfer(i))
+        self.search.models.coarse = self.search.models.refined = Discretization(tuple(sorted({peak, last, ops - 1})))
         self._begin_from_start()
         return False
 
@@ -94,7 +97,7 @@ class TightEviction(Strategy):
                 break
             if (order := find_evicted(search.problem, rule, EvictionSettings(should_stop=should_stop))) is not None:
                 search.offer(order)
-        least = find_least_evicting_schedule(search.problem.graph, search.clock, should_stop=has_ended)
+        least = find_least_evicting_schedule(remove_options(search.problem.graph), search.clock, should_stop=has_ended)
         if least is not None and not should_stop():
             offer_program(search, least.computed)
         return False
@@ -106,11 +109,12 @@ class Imitation(Strategy):
     def step(self, limit: float) -> bool:
         """Run the baselines for at most `limit` and offer their schedules; return False."""
         search, clock = self.search, self.search.clock.start_part(limit)
+        program = remove_options(search.problem.graph)
         for name in search.params.first_schedule.imitated:
             if search.stopping.is_solved() or search.stopping.is_stopped() or measure_rest(clock) <= 0:
                 break
             search.progress.tell(f"trying {name}")
-            request = Request(search.problem.graph, search.budget_bytes, clock=clock, should_stop=search.stopping.is_stopped)
+            request = Request(program, search.budget_bytes, clock=clock, should_stop=search.stopping.is_stopped)
             found = get_solver(name)(request)
             if found.schedule is not None:
                 offer_program(search, found.schedule.computed)

@@ -28,7 +28,7 @@ class Portfolio(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has neither optional ops nor transfers to the host."""
-        return problem.plain
+        return problem.places.plain and not problem.only_offloads
 
     def step(self, limit: float) -> bool:
         """Run the portfolio to its end; return False."""

@@ -1,0 +1,102 @@
+"""The exact solver with collectives on a channel, against all schedules of small graphs on two streams."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from graphs.ir import Graph, Phase
+from graphs.options import remove_options
+from graphs.options.gather import OVERLAP, CollectiveCost, Shard, Unit, insert_units
+from graphs.options.surroundings import Surroundings
+from graphs.schedule import keep_everything
+from graphs.simulate import simulate
+from graphs.synthetic.draft import Draft
+from solvers.bounds import bound_least_budget
+from solvers.windows import solve
+from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check_answer, check_models, check_optimum
+from tests.support.solvers.brute_force import fastest
+from tests.support.solvers.brute_force_collectives import fastest_with_collectives
+
+SEEDS = [range(30), *(pytest.param(range(first, first + 50), marks=pytest.mark.slow) for first in range(100, 600, 50))]
+
+
+def draw_units(draw: random.Random, ops: int) -> Graph:
+    """Return a program of `ops` ops that read two units of parameters, one of which may have gradients, with collectives."""
+    draft = Draft()
+    units = [[draft.add_static(f"p{u}.{i}", draw.randint(1, 6)) for i in range(draw.choice((1, 1, 2)))] for u in range(2)]
+    made: list[int] = []
+    for i in range(ops):
+        parameters = units[i % 2] if i < 2 else draw.choice(units)
+        inputs = [*draw.sample(made[-3:], min(len(made), draw.choice((0, 1, 1, 2)))), *draw.sample(parameters, 1)]
+        sizes = [draw.randint(1, 8) for _ in range(draw.choice((1, 1, 2)))]
+        made += draft.add_op(
+            f"op{i}",
+            inputs,
+            sizes,
+            time_s=float(draw.randint(1, 9)),
+            workspace_bytes=draw.choice((0, 0, 3)),
+            phase=Phase.BACKWARD,
+        )
+    graph = draft.build_graph([])
+    read = [[t for t in unit if graph.consumers[t]] for unit in units]
+
+    def describe(u: int, gradients: tuple[int, ...]) -> Unit:
+        cost = CollectiveCost(float(draw.randint(1, 8)), draw.choice((0, 2, 4)))
+        reduction = CollectiveCost(float(draw.randint(1, 6)), draw.choice((0, 2))) if gradients else None
+        return Unit(f"u{u}", tuple(Shard(t, 1, graph.tensors[t].size_bytes) for t in read[u]), gradients, 2, cost, reduction)
+
+    last = graph.ops[-1].outputs[:1] if draw.random() < 0.7 else ()
+    kept = [] if last else [made[-1]]
+    whole = insert_units(graph, [describe(0, last), describe(1, ())], kept).graph
+    return replace(whole, ops=tuple(replace(op, phase=Phase.FORWARD) for op in whole.ops))  # one pass: transfers end with it
+
+
+def case(seed: int, most_ops: int) -> Case | None:
+    """None where a graph has too many schedules to try."""
+    draw = random.Random(seed)
+    program = draw_units(draw, draw.randint(2, most_ops))
+    graph = OVERLAP.add_to(program, Surroundings())
+    least, peak = bound_least_budget(graph).budget_bytes, simulate(program, keep_everything(program)).peak_bytes
+    budget = max(1, least - (draw.random() < 0.1) + round((1.3 * peak - least) * draw.random() ** 2))
+    try:
+        optimum = fastest_with_collectives(graph, budget)
+    except TimeoutError:
+        return None
+    return Case(seed, graph, budget, optimum)
+
+
+def cases(seeds: range, most_ops: int) -> list[Case]:
+    return [found for seed in seeds if (found := case(seed, most_ops)) is not None]
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_solve_with_overlap_agrees_with_brute_force(seeds: range) -> None:
+    met = gained = 0
+    found = cases(seeds, most_ops=4)
+    assert len(found) > len(seeds) / 2
+    for one in found:
+        result = solve(ask(one.graph, one.budget_bytes, tolerance=TOLERANCE, time_limit_s=10))
+        met += check_answer(one, result)
+        if one.optimum is not None and result.time_s is not None:
+            without = fastest(remove_options(one.graph), one.budget_bytes)
+            gained += without is None or result.time_s < without * (1 - TOLERANCE)
+    feasible = sum(one.optimum is not None for one in found)
+    assert met >= 0.9 * feasible
+    assert gained >= 0.3 * feasible
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_relaxation_with_overlap_never_exceeds_the_brute_force_optimum(seeds: range) -> None:
+    assert sum(map(check_models, cases(seeds, most_ops=4))) >= 0.4 * len(seeds)
+
+
+def test_the_best_of_all_schedules_is_one() -> None:
+    judged = 0
+    for one in cases(range(40), most_ops=4):
+        if one.optimum is not None:
+            check_optimum(one)
+            without = fastest(remove_options(one.graph), one.budget_bytes)
+            assert without is None or one.optimum[0] <= without * (1 + SLACK)
+            judged += 1
+    assert judged > 20

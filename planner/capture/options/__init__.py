@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from graphs.errors import UsageError
 from graphs.ir import Graph
+from graphs.options.gather import OVERLAP
 from graphs.options.offload import OFFLOAD
 from graphs.options.option import GraphOption, Need, Option
 from graphs.options.placement import PLACEMENT
@@ -39,6 +40,7 @@ def register(option: Option) -> None:
 
 
 register(OFFLOAD)
+register(OVERLAP)
 register(CHUNKS)
 register(PACK)
 register(KERNELS)

@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from torch import fx
 
@@ -27,6 +28,16 @@ from planner.capture.program.draws import draw_again, draw_first, draw_once
 from planner.capture.program.program import Argument, Call, OpCalls, Program, Ref, Statement
 
 CallBefore = Callable[[int], Call | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """The start of `function` by the transfer that a pass gives."""
+
+    function: Any
+
+    def __call__(self, transfer: Any, *given: Any) -> Any:
+        return transfer.start(self.function, *given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +138,10 @@ class PassWriter:
         """Write one step; `over` has the in-place writes of its op."""
         match step:
             case Compute(op) if self.graph.ops[op].is_transfer:
-                self._transfer(self.graph.ops[op])
+                if op < len(self.program.calls):
+                    self._start(self.graph.ops[op], self.program.calls[op])
+                else:
+                    self._transfer(self.graph.ops[op])
             case Compute(op):
                 if self.graph.ops[op].stream == self._pool.owner:
                     self._execute(op, over)
@@ -176,11 +190,34 @@ class PassWriter:
         draw = draw_again if op in self._done else draw_first
         return _draw_call(draw, (Ref(state), self.program.generator, own), calls.redraw or calls.call)
 
+    def _issue(self, op: Op) -> _Issued:
+        self.streams.append(op.stream)
+        return _Issued(op, Call(operator.getitem, (self._transfers, len(self.streams) - 1)))
+
+    def _start(self, op: Op, calls: OpCalls) -> None:
+        """Write the start of a transfer that has a call. It makes its outputs at once, and fills them later."""
+        self._wait_for_arrival(op.inputs)
+        issued, wanted = self._issue(op), [t for t in op.outputs if t not in self.live]
+        (statement,) = calls.statements
+        assert statement.value is not None
+        call = Call(_Start(statement.value.target), (issued.handle, *statement.value.args))
+        self.builder.execute((replace(statement, value=call),), wanted)
+        self.live.update(dict.fromkeys(wanted))
+        self._making.update(dict.fromkeys(wanted, issued))
+        for t in op.inputs:
+            if not self.graph.tensors[t].static:
+                self._reading.setdefault(t, []).append(issued)
+
+    def _finish(self, issued: _Issued) -> None:
+        """Wait for a transfer that has a call, once for all that it makes and reads."""
+        self._making = {t: other for t, other in self._making.items() if other is not issued}
+        self._reading = {t: [other for other in each if other is not issued] for t, each in self._reading.items()}
+        self.builder.call(Call("finish", (issued.handle,)))
+
     def _transfer(self, op: Op) -> None:
         """Write the ends of a transfer that are here."""
         (source,), (target,) = op.inputs, op.outputs
-        issued = _Issued(op, Call(operator.getitem, (self._transfers, len(self.streams))))
-        self.streams.append(op.stream)
+        issued = self._issue(op)
         if self._is_here(source):
             made_by = self._making.get(source)
             given = () if made_by is None else (made_by.handle,)
@@ -204,7 +241,11 @@ class PassWriter:
     def _wait_for_arrival(self, tensors: Iterable[int]) -> None:
         """Wait for the transfers that make `tensors`."""
         for t in tensors:
-            if (issued := self._making.pop(t, None)) is not None:
+            if (issued := self._making.pop(t, None)) is None:
+                continue
+            if issued.op.id < len(self.program.calls):
+                self._finish(issued)
+            else:
                 self.builder.replace_by_call(t, Call("wait_for_arrival", (issued.handle, Ref(t))))
                 self._forget(issued)
 
@@ -212,7 +253,7 @@ class PassWriter:
         """Wait for all transfers of `t`."""
         self._wait_for_arrival((t,))
         for issued in self._reading.pop(t, []):
-            self.builder.call(Call("finish", (issued.handle,)))
+            self._finish(issued)
             self._forget(issued)
 
     def _forget(self, issued: _Issued) -> None:

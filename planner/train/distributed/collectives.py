@@ -8,6 +8,9 @@ On a CPU, gloo's ``all_gather`` and ``reduce_scatter`` allocate as much again as
 into its part of the buffer, and an ``all_reduce`` in place, give the same bits and allocate nothing. gloo's threads hold a buffer
 for a while after ``wait`` has returned. It is not free until they let go of it, so each collective waits for that too.
 
+A collective takes all its memory when it begins. So what a step holds does not depend on when the rest of it runs, which may be
+in another thread.
+
 With NCCL the buffers go through ``all_gather_into_tensor`` and ``reduce_scatter_tensor``. That has not been run.
 """
 
@@ -62,11 +65,23 @@ class Gather:
 
     def __call__(self, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the whole parameters; the storage of each includes its padding."""
-        world = self.group.size()
-        whole = [torch.empty((p.rows * world, *p.shape[1:]), dtype=p.dtype, device=shards[0].device) for p in self.packed]
-        for places in self._list_buffers():
-            self._fill([shards[i] for i in places], [whole[i] for i in places], [self.packed[i] for i in places])
-        return tuple(value[: p.shape[0]] for value, p in zip(whole, self.packed, strict=True))
+        whole, fill = self.begin(shards)
+        fill()
+        return whole
+
+    def begin(self, shards: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Callable[[], None]]:
+        """Return the memory of the whole parameters, and the function that fills it."""
+        world, device = self.group.size(), shards[0].device
+        whole = [torch.empty((p.rows * world, *p.shape[1:]), dtype=p.dtype, device=device) for p in self.packed]
+        memory = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
+
+        def fill() -> None:
+            for places in self._list_buffers():
+                packed = [self.packed[i] for i in places]
+                buffer = memory[: world * sum(map(self._count_bytes, places))].view(packed[0].dtype)
+                self._fill([shards[i] for i in places], [whole[i] for i in places], packed, buffer)
+
+        return tuple(value[: p.shape[0]] for value, p in zip(whole, self.packed, strict=True)), fill
 
     def build_inputs(self, device: torch.device) -> list[torch.Tensor]:
         """Return tensors to call it with."""
@@ -88,9 +103,8 @@ class Gather:
         packed = self.packed[place]
         return packed.elements * packed.dtype.itemsize
 
-    def _fill(self, shards: list[torch.Tensor], whole: list[torch.Tensor], packed: list[Packed]) -> None:
+    def _fill(self, shards: list[torch.Tensor], whole: list[torch.Tensor], packed: list[Packed], buffer: torch.Tensor) -> None:
         world, sizes = self.group.size(), [p.elements for p in packed]
-        buffer = torch.empty(world * sum(sizes), dtype=packed[0].dtype, device=shards[0].device)
         parts = buffer.view(world, -1)
         own = parts[self.group.rank()].split(sizes)
         filled = [part[: shard.numel()].view(shard.shape) for part, shard in zip(own, shards, strict=True)]
@@ -128,23 +142,31 @@ class Reduction:
 
     def __call__(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return this process's parts of the reduced gradients, in one tensor."""
-        reduced = self._reduce(gradients)
-        if (replicas := self.replicas) is not None:
-            run_on_buffer(reduced, lambda: [dist.all_reduce(reduced.view(-1), self.ops[1], group=replicas, async_op=True)])
-        _divide(reduced, self.divide_by[1])
-        return reduced.to(self.shard_dtype)
+        shards, fill = self.begin(gradients)
+        fill()
+        return shards
 
-    def _reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return this process's parts, reduced in its group."""
-        world, rank, elements = self.group.size(), self.group.rank(), self._elements
-        buffer = torch.empty(world * elements, dtype=self.dtype, device=gradients[0].device)
-        self._pack(gradients, buffer)
-        _divide(buffer, self.divide_by[0])
-        reduced = torch.empty(elements, dtype=self.dtype, device=buffer.device)
-        run_on_buffer(buffer, lambda: _reduce_parts(buffer, reduced, self.group, self.ops[0]))
-        if buffer.device.type == "cpu":
-            reduced.copy_(buffer[rank * elements : (rank + 1) * elements])
-        return reduced
+    def begin(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Return the memory of this process's parts of the reduced gradients, and the function that fills it."""
+        world, rank, elements, device = self.group.size(), self.group.rank(), self._elements, gradients[0].device
+        buffer = torch.empty(world * elements, dtype=self.dtype, device=device)
+        shards = torch.empty(elements, dtype=self.shard_dtype, device=device)
+        if device.type == "cpu":
+            reduced = buffer[rank * elements : (rank + 1) * elements]
+        else:
+            reduced = shards if self.dtype == self.shard_dtype else torch.empty_like(shards, dtype=self.dtype)
+
+        def fill() -> None:
+            self._pack(gradients, buffer)
+            _divide(buffer, self.divide_by[0])
+            run_on_buffer(buffer, lambda: _reduce_parts(buffer, reduced, self.group, self.ops[0]))
+            if (replicas := self.replicas) is not None:
+                run_on_buffer(reduced, lambda: [dist.all_reduce(reduced, self.ops[1], group=replicas, async_op=True)])
+            _divide(reduced, self.divide_by[1])
+            if reduced is not shards:
+                shards.copy_(reduced)
+
+        return shards, fill
 
     def build_inputs(self, device: torch.device) -> list[torch.Tensor]:
         """Return tensors to call it with."""
@@ -163,9 +185,8 @@ class Reduction:
     def workspace_bytes(self) -> int:
         """Bytes of its buffers."""
         reduced = self._elements * self.dtype.itemsize
-        cast = reduced + self.shard_bytes if self.dtype != self.shard_dtype else reduced
         averaging = 8 + self.dtype.itemsize if self.ops[0] == dist.ReduceOp.AVG else 0  # the number of processes, in gloo's div_
-        return max(reduced * (self.group.size() + 1) + averaging, cast) - self.shard_bytes
+        return reduced * self.group.size() + averaging
 
     def split(self, rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
         """Return shape, strides and offset of each shard of a process in what it returns."""

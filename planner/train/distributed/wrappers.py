@@ -4,7 +4,7 @@ Under DDP gradients are averaged by the wrapper's own hooks; under FSDP2 the col
 wrapper's hooks do not run in a step.
 
 Known weaknesses: the planned step is one node of autograd, so DDP gets all gradients at its end and sends none of them during the
-backward pass; and FSDP2's collectives do not overlap with the computation.
+backward pass; and FSDP2's collectives overlap with the computation only with the option ``overlap``.
 """
 
 from collections.abc import Callable, Hashable, Iterator

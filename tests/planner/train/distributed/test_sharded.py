@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import planner
 from benchmarks.process_memory import read_status_bytes, reset_highest_rss
 from graphs.errors import BudgetError, InfeasibleError, MismatchError, PlannerError, TraceError
 from graphs.options.gather import GATHER, REDUCE
-from graphs.schedule import Compute
+from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from planner.measure.steps import measure_memory
 from planner.memory.least_budget import find_least_budget
@@ -158,6 +159,7 @@ def train(
     batches: int = 1,
     tokens: int = 12,
     before: Callable[[nn.Module], None] | None = None,
+    settings: dict[str, Any] = SETTINGS,
 ) -> planner.PlannedStep:
     """Train by a plan and by FSDP2, and compare bits and peak; `batches` are accumulated."""
     x, y = make_batch(rank, model.embedding.num_embeddings, tokens)
@@ -165,7 +167,7 @@ def train(
     for each in (eager, planned):
         if before is not None:
             before(each)
-    step = planner.compile(planned, compute_loss, (x, y), budget=budget, accumulate=batches > 1, **SETTINGS)
+    step = planner.compile(planned, compute_loss, (x, y), budget=budget, accumulate=batches > 1, **settings)
     static_bytes = step._executor.graph.static_bytes - 4  # autograd makes the gradient of the loss
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (eager, planned)]
     for turn in range(3):
@@ -179,6 +181,20 @@ def train(
 def check_bits(rank: int, *, model: dict[str, Any] | None = None, batches: int = 1, **options: Any) -> None:
     torch.manual_seed(0)
     train(rank, Net(**(model or {})), partial(shard, **options), batches=batches)
+
+
+def check_overlap(rank: int, *, model: dict[str, Any] | None = None, batches: int = 1, **options: Any) -> None:
+    """Collectives in another thread: the same bits, and what they hold is planned, whenever they end."""
+    torch.manual_seed(0)
+    settings = {**SETTINGS, "options": ["overlap"]}
+    step = train(rank, Net(**(model or {})), partial(shard, **options), batches=batches, settings=settings)
+    graph = step._executor.graph
+    sent = [op for op in graph.ops if op.is_transfer]
+    assert len(sent) == 8 and {op.target for op in sent} == {GATHER, REDUCE}
+    schedule = Schedule(tuple(x for x in step.plan.schedule.steps if isinstance(x, Compute)))
+    order = [graph.ops[op] for op in schedule.computed]
+    early = [a for a, b in pairwise(order) if a.target == GATHER and set(a.outputs).isdisjoint(b.inputs)]
+    assert early or any(b.target != REDUCE for a, b in pairwise(order) if a.target == REDUCE)
 
 
 def check_sums(rank: int, *, model: dict[str, Any] | None = None, together: bool = True, **options: Any) -> None:
@@ -418,6 +434,24 @@ def check_refusals_of_meshes(rank: int) -> None:
 def test_two_processes_train_as_fsdp2(tmp_path: Path) -> None:
     tied = partial(check_bits, model={"tied": True, "frozen": True})
     on_processes(2, (tied, check_peak_in_a_reduction, check_capture, check_refusals), tmp_path)
+
+
+def test_collectives_overlap_with_computation(tmp_path: Path) -> None:
+    on_processes(2, (partial(check_overlap, model={"tied": True, "frozen": True}),), tmp_path)
+
+
+@pytest.mark.slow
+def test_collectives_of_all_kinds_overlap_with_computation(tmp_path: Path) -> None:
+    policies = (partial(check_overlap, policy={"mp_policy": policy}) for policy in (HALF, SIXTEEN))
+    on_processes(2, (*policies, partial(check_overlap, batches=2)), tmp_path)
+
+
+@pytest.mark.slow
+def test_collectives_overlap_on_three_processes_and_in_a_hybrid_mesh(tmp_path: Path) -> None:
+    (tmp_path / "hybrid").mkdir()
+    on_processes(3, (partial(check_overlap, model={"vocabulary": 97}),), tmp_path)
+    hybrid = partial(check_overlap, hybrid=True)
+    on_processes(4, (hybrid, partial(check_overlap, hybrid=True, policy={"mp_policy": SIXTEEN})), tmp_path / "hybrid")
 
 
 def test_two_processes_sum_whole_gradients_as_fsdp2(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class PlannedGraph:
         eager: the same graph with eager PyTorch's kernels, if it runs Inductor's kernels and the budget is a share of its peak.
         tangents: static tensors that are gradients of its outputs.
         outputs: number of results of the forward pass, without saved tensors.
-        without_gradient: positions of the inputs that require a gradient and get none.
+        without_gradient: positions of the inputs that require a gradient and get none, if others get one.
         slots: the tensor of each slot: all tensors that some schedule may save.
         outline: of the graph that Dynamo has captured; None with Inductor's kernels.
         input_names: names of its inputs in the user's code, by tensor.
@@ -387,11 +387,17 @@ def _list_made_forward(graph: Graph) -> list[int]:
 
 
 def _find_without_gradient(joint: fx.Graph) -> list[int]:
-    """Return the positions of the inputs that require a gradient, get none, and share no memory with an output."""
+    """Return the positions of the inputs that require a gradient, get none, and share no memory with an output.
+
+    None if no input gets a gradient: the outputs have to require one all the same, as in eager PyTorch.
+    """
     nodes = [node for node, desc in list_outputs(joint) if isinstance(node, fx.Node) and not isinstance(desc, GradAOTOutput)]
     returned = {get_storage(value) for node in nodes for value in list_tensors(node.meta["val"])}
     inputs = {node.meta["desc"]: node.meta["val"] for node in joint.find_nodes(op="placeholder")}
-    missing = [desc.grad_of for value, desc in list_outputs(joint) if isinstance(desc, GradAOTOutput) and value is None]
+    gradients = [(value, desc.grad_of) for value, desc in list_outputs(joint) if isinstance(desc, GradAOTOutput)]
+    missing = [desc for value, desc in gradients if value is None]
+    if len(missing) == len(gradients):
+        return []
     return [desc.idx for desc in missing if isinstance(desc, PlainAOTInput) and get_storage(inputs[desc]) not in returned]
 
 

@@ -279,6 +279,49 @@ def test_a_step_whose_backward_pass_computes_nothing() -> None:
     assert model.shift.grad == 1.0
 
 
+class Counting(nn.Module):
+    """Autograd has a loss of it, and no gradient; `beside` adds a parameter that has one."""
+
+    def __init__(self, count: Callable[[Tensor], Tensor], beside: bool) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(SIZE, SIZE), nn.Parameter(torch.ones(SIZE, SIZE))
+        self.count, self.beside = count, beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        counted = self.count(self.layer(x))
+        return counted + (self.scale * x).sum() if self.beside else counted
+
+
+class Stopped(torch.autograd.Function):
+    """Gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("count", [lambda x: torch.norm(x, 0), Stopped.apply, lambda x: torch.dist(x, x.detach(), 0)])
+@pytest.mark.parametrize("wrap", EITHER)
+def test_a_loss_without_a_gradient_requires_one_as_in_eager_mode(
+    wrap: Callable[[nn.Module], Callable[..., Any]], count: Callable[[Tensor], Tensor], beside: bool
+) -> None:
+    torch.manual_seed(0)
+    model, x = Counting(count, beside), torch.randn(SIZE, SIZE)
+    plain = copy.deepcopy(model)
+    losses = [wrap(model)(x), plain(x)]
+    for loss in losses:
+        assert loss.requires_grad
+        loss.backward()
+    assert torch.equal(*losses)
+    assert model.layer.weight.grad is plain.layer.weight.grad is None
+    assert torch.equal(model.scale.grad, plain.scale.grad) if beside else model.scale.grad is None
+
+
 class Aside(nn.Module):
     """Returns several results in a dict, of which a loss may leave some unread."""
 

@@ -12,6 +12,7 @@ from planner.capture.signature import Batch, call, list_leaves
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
 from planner.measure.steps import Step, StepOutcome, get_loss, measure_memory, turn_times
+from planner.torch_private.core import list_parts
 
 SEED = 0
 STEPS = 3
@@ -91,7 +92,7 @@ class Runner:
 
     def _list_static(self, batch: Batch) -> list[torch.Tensor]:
         inputs = [leaf for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor)]
-        return [*self._list_state(), *inputs]
+        return [part for tensor in (*self._list_state(), *inputs) for part in list_parts(tensor)]
 
     def _clear(self) -> None:
         for parameter in self.parameters:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from graphs.errors import PlannerError, UsageError, quote
 from graphs.optimizers import OPTIMIZERS, MeasuredOptimizer
 from planner.capture.step import TrainingStep
-from planner.torch_private.core import FakeTensorMode, StorageWeakRef, TorchDispatchMode, list_names_of_parts, pytree
+from planner.torch_private.core import FakeTensorMode, StorageWeakRef, TorchDispatchMode, list_parts, pytree
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -240,5 +240,4 @@ def _iterate_tensors(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested containers, and those that tensors of subclasses consist of."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
-            parts = list_names_of_parts(leaf)
-            yield from _iterate_tensors([getattr(leaf, name) for name in parts]) if parts else [leaf]
+            yield from list_parts(leaf)

@@ -164,6 +164,11 @@ def list_names_of_parts(value: torch.Tensor) -> list[str]:
     return list(parts.__tensor_flatten__()[0]) if _is_traceable_wrapper_subclass(parts) else []
 
 
+def list_parts(value: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors that a tensor of a subclass is made of; a plain tensor itself."""
+    return [part for name in list_names_of_parts(value) for part in list_parts(getattr(value, name))] or [value]
+
+
 def get_kernel_settings() -> tuple[Any, ...]:
     """Return the present values of settings that kernels read: an op is recomputed with those with which it first ran."""
     return (

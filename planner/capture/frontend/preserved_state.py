@@ -13,7 +13,7 @@ from planner.capture.frontend.python_state import PythonState
 from planner.capture.frontend.random_states import RandomStates, preserve_random_states
 from planner.capture.rewrites.outputs import get_storage, list_tensors
 from planner.capture.signature import Batch, call, list_leaves
-from planner.torch_private.core import FakeTensor, TorchDispatchMode, nn_module, preserve_version_counter
+from planner.torch_private.core import FakeTensor, TorchDispatchMode, list_names_of_parts, nn_module, preserve_version_counter
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -238,6 +238,8 @@ def has_same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if both tensors have the same shape, type and values; NaN equals NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if names := list_names_of_parts(a):
+        return type(a) is type(b) and all(has_same_values(getattr(a, name), getattr(b, name)) for name in names)
     a, b = (x.to_dense() if x.layout is not torch.strided else x for x in (a, b))
     if torch.equal(a, b):
         return True

@@ -11,6 +11,7 @@ from torch import nn
 import planner
 from graphs.errors import TraceError
 from graphs.ir import Kind
+from planner.measure.steps import StepOutcome
 from planner.torch_private.core import pytree
 from tests.support.models.as_eager import check_trains_as_eager
 
@@ -131,6 +132,23 @@ def test_a_trained_quantized_weight_is_refused() -> None:
     model = perceptron(lambda weight: nn.Parameter(Quantized.of(weight)))
     with pytest.raises(TraceError, match="quantized"):
         planner.trace(model, F.mse_loss, batch_of(0))
+
+
+class WithoutEqual(Quantized):
+    """Does not implement torch.equal, as most subclasses do not."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten.equal.default
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_quantized_weights_are_compared_by_their_parts() -> None:
+    values, scale = torch.randint(-9, 9, (4, 4), dtype=torch.int8), torch.rand(4, 1)
+    before = StepOutcome({"weight": WithoutEqual(values, scale)})
+    assert before.list_differences(StepOutcome({"weight": WithoutEqual(values.clone(), scale.clone())})) == ()
+    for other in (WithoutEqual(values, scale + 1), WithoutEqual(values + 1, scale), values * scale):
+        assert before.list_differences(StepOutcome({"weight": other})) == ("weight",)
 
 
 class Assigning(nn.Module):

@@ -62,6 +62,7 @@ class Recorder(TorchDispatchMode):
         sources: the saved tensors of autograd, and what they can be recomputed from.
         ops: number of recorded ops.
         kept_ops: number of ops that cannot be executed again, so that their outputs are kept.
+        between_peak_bytes: the most bytes in memory during an op that ran while autograd held no tensor.
         host_reads: number of Python numbers that were read from tensors.
         module: the module that is running.
         collections: how often the garbage collector runs.
@@ -84,7 +85,7 @@ class Recorder(TorchDispatchMode):
         self.lock = threading.RLock()
         self.is_closed = False
         self.sources = Sources(memory, recomputation)
-        self.ops = self.kept_ops = self.host_reads = 0
+        self.ops = self.kept_ops = self.host_reads = self.between_peak_bytes = 0
         self.module = CurrentModule(SimpleNamespace(module=0))
         self.collections = RareCollections()
         self.handle: Callable[[RecordedOp], Any] = self.run
@@ -127,7 +128,8 @@ class Recorder(TorchDispatchMode):
         failed = failed or []
         if memory.freed:
             memory.settle()
-        if not self.sources.saved:
+        is_between = not self.sources.saved
+        if is_between:
             self._begin_step()
             follower.end()
         op.module = self.module.name
@@ -143,6 +145,7 @@ class Recorder(TorchDispatchMode):
             self._make_room(known, op)
         elif with_op_bytes > memory.peak_bytes:
             memory.peak_bytes = with_op_bytes
+        held_bytes = memory.live_bytes
         if written:
             self.sources.copy_before_writes(op, written)
         if operator.draws:
@@ -158,6 +161,8 @@ class Recorder(TorchDispatchMode):
             follower.log_op(op, written, known)
         if made_bytes != out_bytes:
             memory.make_room(0, op.function)
+        if is_between:
+            self.between_peak_bytes = max(self.between_peak_bytes, held_bytes + made_bytes + known.workspace_bytes)
         return outputs
 
     def _make_room(self, known: KnownOp, op: RecordedOp) -> None:

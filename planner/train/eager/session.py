@@ -269,12 +269,13 @@ class Rematerialization:
     def least_budget(self) -> int:
         """Return a budget in bytes that is enough for the longest step so far: the least of a few with which it was replayed.
 
-        It includes what was in memory when the step began. That of a first step does not include the optimizer's state.
+        It includes what was in memory when the step began. That of a first step does not include the optimizer's state. It is
+        also enough for the ops that ran while autograd held no tensor, such as those of frozen layers, as far as they were seen.
 
         Raises:
             UsageError: no step has ended.
         """
-        return self._find_enough_bytes(self._get_longest_step())
+        return max(self._find_enough_bytes(self._get_longest_step()), self._entered.between_peak_bytes)
 
     def save_graph(self, path: str | os.PathLike[str]) -> None:
         """Write the longest step so far as a graph, which ``planner solve`` and ``planner compare`` take.

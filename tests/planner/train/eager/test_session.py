@@ -616,6 +616,23 @@ def test_least_budget_of_a_session_is_sufficient() -> None:
     assert "session.least_budget()" in caught.value.__notes__[0]
 
 
+def test_least_budget_is_sufficient_for_frozen_layers_in_which_autograd_saves_nothing() -> None:
+    frozen = nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 64)).requires_grad_(False)
+    model, x = nn.Sequential(frozen, *chain()), torch.randn(256, 64)
+
+    def run(budget_bytes: int) -> Rematerialization:
+        model.zero_grad()
+        gc.collect()
+        with rematerialize(budget_bytes) as session:
+            model(x).square().mean().backward()
+        return session
+
+    enough_bytes = run(2**30).least_budget()
+    assert run(enough_bytes).peak_bytes <= enough_bytes
+    with pytest.raises(BudgetError):
+        run(enough_bytes - 4096)
+
+
 @pytest.mark.parametrize("deferred", [True, False])
 def test_tensors_in_reference_cycles_are_freed_before_a_budget_is_too_small(
     *, deferred: bool, monkeypatch: pytest.MonkeyPatch

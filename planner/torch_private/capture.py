@@ -72,6 +72,7 @@ from torch._dynamo.variables import (
     LazyVariableTracker,  # a value that the captured code has not used yet
     ListVariable,  # a list while code is captured
     OptimizerVariable,  # an optimizer, whose parameters become inputs
+    SkipFunctionVariable,  # a function that Dynamo does not capture
     StringFormatVariable,  # a text with values in it
     SymNodeVariable,  # a number that is a symbol
     TensorVariable,  # a tensor while code is captured

@@ -61,9 +61,11 @@ _ANSWERS: dict[str, str] = {
         "{where} calls {name}, which cannot be traced: call it before the step and pass what it returns with the batch, "
         "make it an operator (torch.library.custom_op), or {on}"
     ),
-    r"Attempted to wrap sparse Tensor|builtin operator `matmul`|UserDefinedObjectVariable\((?:Tensor|Parameter)\)": (
+    r"Attempted to wrap sparse Tensor|builtin operator `matmul`|UserDefinedObjectVariable\((?:Tensor|Parameter|Entries)\)|"
+    r"'Entries' object|skipped.*?sparse_\w+_tensor|Sparse tensor creation": (
         "{where} uses a sparse tensor, which is supported only for a matrix that is not trained, in products with dense ones, "
-        "as in torch.sparse.mm(matrix, x) or matrix @ x: hold it as a dense tensor (matrix.to_dense())"
+        "as in torch.sparse.mm(matrix, x) or matrix @ x, and for torch.sparse_coo_tensor(indices, values, size) that is added to "
+        "a dense tensor, as in weight + entries: hold it as a dense tensor (matrix.to_dense())"
     ),
     r"Dynamic shape operator.*?context: (?P<name>\S+)": (
         "{where} calls {name}, whose result has a size that depends on the data, and a plan needs sizes before the step runs: "

@@ -1,16 +1,17 @@
-"""Products of a constant sparse matrix, such as the adjacency of a graph, with a dense one.
+"""Products of a constant sparse matrix, such as the adjacency of a graph, with a dense one; sums with a sparse tensor.
 
 Neither Dynamo nor AOTAutograd supports sparse tensors. A capture therefore sees the dense parts of a sparse matrix, which lie in
-the same memory, and an operator on the parts, which computes what eager PyTorch does.
+the same memory, and an operator on the parts, which computes what eager PyTorch does. A sparse tensor that the step makes of its
+entries is an object of ``Entries`` in the capture, which may be added to a dense tensor, or made one.
 
-Known weaknesses: only products of a constant matrix in the formats of ``_MULTIPLIED``; other uses of sparse tensors are refused
-by ``planner.compile`` and run between graphs under ``torch.compile(backend="planner")``.
+Known weaknesses: only products of a constant matrix in the formats of ``_MULTIPLIED``, and sums; other uses of sparse tensors are
+refused by ``planner.compile`` and run between graphs under ``torch.compile(backend="planner")``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from operator import matmul
+from operator import add, iadd, matmul
 from typing import Any
 from unittest.mock import patch
 
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 from planner.torch_private.capture import (
     BuiltinVariable,
     InstructionTranslatorBase,
+    SkipFunctionVariable,
     TorchInGraphFunctionVariable,
     UserDefinedObjectVariable,
+    UserFunctionVariable,
     VariableBuilder,
     get_source_name,
     wrap_fx_proxy,
@@ -92,6 +95,32 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 sparse_mm.register_autograd(_backward, setup_context=_save)
 
 
+class Entries:
+    """The entries of a sparse tensor that the step makes, while code is captured: the columns of `indices`, and their values."""
+
+    def __init__(self, indices: Tensor, values: Tensor, size: Sequence[int], **options: Any) -> None:
+        self.indices, self.values, self.size = indices, values.to(**options), size
+
+    def to_dense(self) -> Tensor:
+        """Return a dense tensor with these entries."""
+        return _add_in_place(self.values.new_zeros(self.size), self)
+
+
+def _make_entries(indices: Tensor, values: Tensor, size: Sequence[int], **options: Any) -> Entries:
+    return Entries(indices, values, size, **options)
+
+
+def _add_in_place(dense: Tensor, entries: Entries) -> Tensor:
+    return dense.index_put_(tuple(entries.indices.unbind(0)), entries.values, accumulate=True)
+
+
+def _add(dense: Tensor, entries: Entries) -> Tensor:
+    return _add_in_place(dense.clone(), entries)
+
+
+_SUMS = {iadd: _add_in_place, add: _add}
+
+
 def get_part_addresses(matrix: Tensor) -> tuple[int, ...]:
     """Return the addresses of the parts of a sparse matrix: writing to it may replace its parts."""
     return tuple(part.data_ptr() for part in _list_parts(matrix))
@@ -122,9 +151,10 @@ class SparseMatrices:
 
 @contextmanager
 def decompose_sparse_matrices() -> Iterator[SparseMatrices]:
-    """Make Dynamo capture products of sparse matrices as products of their parts."""
+    """Make Dynamo capture products of sparse matrices as products of their parts, and sums with tensors made of entries."""
     found = SparseMatrices()
     call_builtin, call_torch = BuiltinVariable.call_function, TorchInGraphFunctionVariable.call_function
+    call_skipped = SkipFunctionVariable.call_function
     wraps = VariableBuilder._type_dispatch()  # by types; Dynamo caches it
 
     def wrap(self: Any, value: Tensor) -> Any:
@@ -143,12 +173,23 @@ def decompose_sparse_matrices() -> Iterator[SparseMatrices]:
 
         return call_product
 
+    def make_entries(self: Any, tx: InstructionTranslatorBase, args: Sequence[Any], kwargs: Any) -> Any:
+        if self.value is torch.sparse_coo_tensor and len(args) == 3 and kwargs.keys() <= {"dtype", "device"}:
+            return UserFunctionVariable(_make_entries).call_function(tx, args, kwargs)
+        return call_skipped(self, tx, args, kwargs)
+
+    def call_product_or_sum(self: Any, tx: InstructionTranslatorBase, args: Sequence[Any], kwargs: Any) -> Any:
+        if self.fn in _SUMS and len(args) == 2 and getattr(args[1].realize(), "value_type", None) is Entries:
+            return UserFunctionVariable(_SUMS[self.fn]).call_function(tx, args, kwargs)
+        return builtin(self, tx, args, kwargs)
+
     with ExitStack() as stack:
         stack.enter_context(patch.object(VariableBuilder, "_type_dispatch", lambda *_: {**wraps, Tensor: wrap}))
         of_torch = wrap_product(call_torch, lambda function: function.value in _PRODUCTS)
         stack.enter_context(patch.object(TorchInGraphFunctionVariable, "call_function", of_torch))
         builtin = wrap_product(call_builtin, lambda function: function.fn is matmul)
-        stack.enter_context(patch.object(BuiltinVariable, "call_function", builtin))
+        stack.enter_context(patch.object(BuiltinVariable, "call_function", call_product_or_sum))
+        stack.enter_context(patch.object(SkipFunctionVariable, "call_function", make_entries))
         yield found
 
 

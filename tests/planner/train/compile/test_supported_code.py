@@ -393,6 +393,48 @@ def test_values_of_a_sparse_buffer_are_read_anew_and_another_matrix_is_refused()
         step(inputs, targets)
 
 
+class ChangedEntries(nn.Module):
+    """Trains some entries of a frozen weight, of which two may be the same, as PEFT's SHiRA does."""
+
+    def __init__(self, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.frozen = nn.Linear(32, 64), nn.Linear(64, 32).requires_grad_(False)
+        self.values, self.change = nn.Parameter(torch.linspace(-1, 1, 20)), change
+        self.indices = torch.stack([torch.arange(20), torch.arange(20) * 3])
+        self.indices[:, 1] = self.indices[:, 0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(self.first(x))
+        entries = torch.sparse_coo_tensor(self.indices, self.values * 0.5, (32, 64))
+        return F.linear(hidden, self.change(self.frozen.weight.clone(), entries), self.frozen.bias)
+
+
+def add_in_place(weight: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    kept = weight
+    weight += entries
+    return kept
+
+
+CHANGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "+=": add_in_place,
+    "+": lambda weight, entries: weight + entries,
+    "to_dense": lambda weight, entries: weight * entries.to_dense(),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "+" else name for name in CHANGES])
+def test_entries_that_are_added_to_a_weight_train_as_in_eager_mode(name: str) -> None:
+    check_trains_as_eager(lambda: ChangedEntries(CHANGES[name]), F.mse_loss, batch_of)
+
+
+@pytest.mark.parametrize("change", [lambda w, entries: torch.sparse.mm(entries, w.t()) @ w, lambda w, entries: w.add(entries)])
+def test_other_uses_of_sparse_tensors_are_refused_with_a_way_out(
+    change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    with pytest.raises(TraceError, match=r"uses a sparse tensor, .*, as in weight \+ entries: hold it as a dense tensor"):
+        planner.trace(ChangedEntries(change), F.mse_loss, batch_of(0))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_torch_compile_and_planning_take_sparse_matrices_in_turn() -> None:

@@ -7,6 +7,7 @@ both ends.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from random import Random
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -72,6 +73,7 @@ from torch._dynamo.variables import (
     LazyVariableTracker,  # a value that the captured code has not used yet
     ListVariable,  # a list while code is captured
     OptimizerVariable,  # an optimizer, whose parameters become inputs
+    RandomVariable,  # an object of Python's random.Random
     SkipFunctionVariable,  # a function that Dynamo does not capture
     StringFormatVariable,  # a text with values in it
     SymNodeVariable,  # a number that is a symbol
@@ -200,15 +202,28 @@ def read_names_of_torch() -> None:
     InstructionTranslatorBase._load_attr = load_or_read  # type: ignore[assignment, method-assign]
 
 
-def capture_gradients_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
-    """Make Dynamo capture ``torch.autograd.grad`` in the frames that are `wanted`, if it can, where it would break the graph."""
+def configure_dynamo_where(wanted: Callable[[InstructionTranslatorBase], bool], **settings: Any) -> None:
+    """Make Dynamo capture the frames that are `wanted` with `settings`."""
     run = InstructionTranslator.run
 
-    def run_or_capture(tx: InstructionTranslator) -> None:
-        with dynamo_config.patch(**GRADIENT_SETTINGS) if GRADIENT_SETTINGS and wanted(tx) else nullcontext():
+    def run_configured(tx: InstructionTranslator) -> None:
+        with dynamo_config.patch(**settings) if wanted(tx) else nullcontext():
             run(tx)
 
-    InstructionTranslator.run = run_or_capture  # type: ignore[assignment, method-assign]
+    InstructionTranslator.run = run_configured  # type: ignore[assignment, method-assign]
+
+
+def leave_random_objects_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
+    """Make Dynamo break the graph in the frames that are `wanted` where a ``random.Random`` draws a number.
+
+    It would keep the first number for all calls.
+    """
+    is_supported = RandomVariable.is_supported_random_obj
+
+    def is_supported_elsewhere(value: Random) -> bool:
+        return is_supported(value) and not wanted(InstructionTranslator.current_tx())
+
+    RandomVariable.is_supported_random_obj = staticmethod(is_supported_elsewhere)  # type: ignore[method-assign, assignment]
 
 
 def carry_sparse_tensors_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:

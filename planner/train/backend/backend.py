@@ -31,19 +31,21 @@ from planner.progress import Stage, Stages
 from planner.settings.budget import Share
 from planner.settings.devices import DEVICES, DeviceSpec, find_device, get_device
 from planner.torch_private.capture import (
+    GRADIENT_SETTINGS,
     BufferAOTInput,
     InstructionTranslator,
     InstructionTranslatorBase,
     ParamAOTInput,
     PlainAOTInput,
     aot_autograd,
-    capture_gradients_where,
     carry_sparse_tensors_where,
+    configure_dynamo_where,
     default_partition,
     fix_sizes_where,
     forget_saved_values,
     functorch_config,
     innermost_backend,
+    leave_random_objects_where,
     refuse_double_backward,
 )
 from planner.torch_private.core import keep_in_graphs, pytree
@@ -291,8 +293,10 @@ def _is_run_as_eager(translator: InstructionTranslatorBase) -> bool:
 keep_dynamo_as_eager_where(_is_run_as_eager, ExitStack())
 fix_sizes_where(_is_planned)
 ExitStack().enter_context(call_at_end(write_data_in_place_where(_is_planned, ExitStack())))
-capture_gradients_where(_is_planned)
+# NumPy's random numbers are drawn by NumPy: Dynamo would take them from PyTorch's generator.
+configure_dynamo_where(_is_planned, use_numpy_random_stream=True, **GRADIENT_SETTINGS)
 carry_sparse_tensors_where(_is_planned)
+leave_random_objects_where(_is_planned)
 
 
 def _choose_device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:

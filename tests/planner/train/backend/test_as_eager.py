@@ -1,9 +1,11 @@
 """The three entry points compute what eager PyTorch computes, to the last bit, where AOTAutograd alone does not."""
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,3 +104,36 @@ def test_a_gradient_that_is_always_zero(entry: Entry) -> None:
             return torch.sgn(self.signs) + x * self.scale
 
     assert_exact(Signs(), torch.randn(4, 8), entry)
+
+
+class Drawing(nn.Module):
+    """Scales what it computes by numbers that Python draws: from its own object, and in NumPy."""
+
+    def __init__(self, draw: Callable[[random.Random], object]) -> None:
+        super().__init__()
+        self.layer, self.own, self.draw = nn.Linear(8, 8), random.Random(3), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh() * torch.as_tensor(self.draw(self.own), dtype=torch.float32)
+
+
+DRAWS: dict[str, Callable[[random.Random], object]] = {
+    "rand": lambda _: np.random.rand(1).item(),  # noqa: NPY002
+    "normal": lambda _: np.random.normal(size=8),  # noqa: NPY002
+    "own": lambda own: own.random(),
+    "own uniform": lambda own: own.uniform(1, 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace", "ignore:the model is captured as several graphs")
+@pytest.mark.parametrize("entry", [checkpointed, pytest.param(as_backend, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", DRAWS)
+def test_numbers_that_python_draws_are_those_of_eager_mode(name: str, entry: Entry) -> None:
+    torch.manual_seed(0)
+    model, x = Drawing(DRAWS[name]), torch.randn(4, 8)
+    results = []
+    for one in (eager, entry):
+        torch._dynamo.reset()
+        np.random.seed(1)  # noqa: NPY002
+        results.append([*train(copy.deepcopy(model), x, one), torch.tensor(np.random.rand())])  # noqa: NPY002
+    assert all(map(torch.equal, *results))

@@ -118,7 +118,8 @@ def _add(dense: Tensor, entries: Entries) -> Tensor:
     return _add_in_place(dense.clone(), entries)
 
 
-_SUMS = {iadd: _add_in_place, add: _add}
+# What Dynamo traces in place of these functions.
+_TRACED: dict[object, Any] = {torch.sparse_coo_tensor: _make_entries, iadd: _add_in_place, add: _add}
 
 
 def get_part_addresses(matrix: Tensor) -> tuple[int, ...]:
@@ -173,14 +174,14 @@ def decompose_sparse_matrices() -> Iterator[SparseMatrices]:
 
         return call_product
 
-    def make_entries(self: Any, tx: InstructionTranslatorBase, args: Sequence[Any], kwargs: Any) -> Any:
+    def make_entries(self: Any, tx: InstructionTranslatorBase, args: list[Any], kwargs: Any) -> Any:
         if self.value is torch.sparse_coo_tensor and len(args) == 3 and kwargs.keys() <= {"dtype", "device"}:
-            return UserFunctionVariable(_make_entries).call_function(tx, args, kwargs)
+            return UserFunctionVariable(_TRACED[self.value]).call_function(tx, args, kwargs)
         return call_skipped(self, tx, args, kwargs)
 
-    def call_product_or_sum(self: Any, tx: InstructionTranslatorBase, args: Sequence[Any], kwargs: Any) -> Any:
-        if self.fn in _SUMS and len(args) == 2 and getattr(args[1].realize(), "value_type", None) is Entries:
-            return UserFunctionVariable(_SUMS[self.fn]).call_function(tx, args, kwargs)
+    def call_product_or_sum(self: Any, tx: InstructionTranslatorBase, args: list[Any], kwargs: Any) -> Any:
+        if self.fn in _TRACED and len(args) == 2 and getattr(args[1].realize(), "value_type", None) is Entries:
+            return UserFunctionVariable(_TRACED[self.fn]).call_function(tx, args, kwargs)
         return builtin(self, tx, args, kwargs)
 
     with ExitStack() as stack:

@@ -8,7 +8,7 @@ so its gradients differ in the last bit. If everything is dropped, eager PyTorch
 import torch
 from torch import fx
 
-from planner.capture.rewrites.outputs import call_before, get_fake
+from planner.capture.rewrites.outputs import call_before, get_fake, is_same_layout
 
 aten = torch.ops.aten
 
@@ -37,6 +37,9 @@ def replace_dropout(graph: fx.Graph) -> None:
 
 
 def _replace(node: fx.Node, other: fx.Node) -> None:
-    other.meta = {**node.meta, **other.meta}
+    """Replace `node` by `other`, in the same storage if it has the same layout: views of it have its identity."""
+    before, value = get_fake(node), get_fake(other)
+    same = before.dtype == value.dtype and is_same_layout(before, value)
+    other.meta = {**other.meta, **node.meta} if same else {**node.meta, **other.meta}
     node.replace_all_uses_with(other)
     node.graph.erase_node(node)

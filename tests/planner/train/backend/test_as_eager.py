@@ -106,6 +106,27 @@ def test_a_gradient_that_is_always_zero(entry: Entry) -> None:
     assert_exact(Signs(), torch.randn(4, 8), entry)
 
 
+class Joined(nn.Module):
+    """The gradient of its dropout is taken apart by views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined: Tensor = self.last(F.dropout(torch.cat([self.first(x), self.second(x)], 1), 0.3))
+        return joined
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("entry", [compiled, checkpointed])
+def test_dropout_of_joined_tensors(dtype: torch.dtype, entry: Entry) -> None:
+    torch.manual_seed(0)
+    model, x = Joined().to(dtype), torch.randn(32, 8, dtype=dtype)
+    wanted, found = (train(copy.deepcopy(model), x, one) for one in (eager, entry))
+    assert all(map(torch.equal, wanted, found))
+
+
 class Drawing(nn.Module):
     """Scales what it computes by numbers that Python draws: from its own object, and in NumPy."""
 

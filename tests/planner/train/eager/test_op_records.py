@@ -128,8 +128,8 @@ def test_each_op_is_recomputed_with_its_own_numbers(change: Callable[[Tensor, in
         return found
 
     expected = run_steps()
-    with rematerialize(other_bytes() + 12 * 2**14, max_recomputation=100) as session:
-        session.debug.recorder.follower._was_near = True
+    with rematerialize(other_bytes() + 11 * 2**14, heuristic="lru", max_recomputation=100) as session:
+        enter_near(session, native=True)
         found = run_steps()
     assert session.recomputed_ops > 0
     assert all(map(np.array_equal, found, expected))

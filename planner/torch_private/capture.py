@@ -55,7 +55,11 @@ from torch._dynamo.guards import (
 )
 from torch._dynamo.output_graph import OutputGraph  # the graph of a frame while it is captured
 from torch._dynamo.side_effects import SideEffects  # Python values that a step changes
-from torch._dynamo.source import ConstantSource  # where a value comes from: from nowhere
+from torch._dynamo.source import (
+    AttrSource,  # where a value comes from: from an attribute
+    ConstantSource,  # from nowhere
+    GlobalSource,  # from a global variable
+)
 from torch._dynamo.symbolic_convert import (
     InstructionTranslator,  # which frame is being compiled
     InstructionTranslatorBase,  # executes the captured code: calls and jumps are observed
@@ -98,6 +102,7 @@ from torch._dynamo.variables.builder import (
     VariableBuilder,  # takes a user's value into the capture
     wrap_fx_proxy,  # a tensor for a new node
 )
+from torch._dynamo.variables.misc import CellVariable  # of an enclosing function's name
 from torch._export.utils import _compiling_state_context as compiling_state  # is_exporting() is True during a capture
 from torch._functorch import config as functorch_config  # how joint graphs are made
 from torch._functorch._aot_autograd.descriptors import (  # descriptions of the inputs and outputs of a joint graph

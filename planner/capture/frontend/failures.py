@@ -9,6 +9,7 @@ import torch
 from graphs.errors import PlannerError, TraceError, first_line, is_handled_by_a_caller, typed_line
 from planner.capture.frontend.fake_execution import run_on_fakes
 from planner.capture.frontend.module_hooks import HOOK_REFUSAL
+from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.frontend.source_lines import (
     GRAPH_BREAK_ADVICE,
     find_raising_line,
@@ -123,7 +124,7 @@ def _get_users_own(raised: Exception | None) -> Exception | None:
 
 def _find_raised_on_real(step: TrainingStep, batch: Batch) -> Exception | None:
     """Return what the step raises on real tensors, without its backward pass: it may depend on their values."""
-    with torch.no_grad():
+    with preserve_training_state(step, batch), torch.no_grad():
         return _find_raised(lambda: call(step, batch))
 
 

@@ -7,9 +7,10 @@ are later calls too; the user's own functions are followed. If the step changes 
 branch needs a value, the capture begins again with the number as Dynamo has it: ``guards.branches`` may follow it, or say why
 not.
 
-Before, the changes of lists were found by comparing them after the capture, and everything else was refused. Known weaknesses: a
-branch on such a value is refused, though it may only choose what is recorded; a capture that begins again takes Dynamo's time
-again.
+A branch on a value that only chooses what is recorded is a later call too (``later_branches``).
+
+Before, the changes of lists were found by comparing them after the capture, and everything else was refused. Known weakness: a
+capture that begins again takes Dynamo's time again.
 """
 
 import logging
@@ -28,6 +29,7 @@ from torch import fx, nn
 
 from graphs.errors import TraceError
 from planner.capture.frontend.effects import Effect, list_effects
+from planner.capture.frontend.later_branches import record_branch
 from planner.capture.frontend.later_calls import (
     Collector,
     LaterCall,
@@ -36,7 +38,7 @@ from planner.capture.frontend.later_calls import (
     ReturnedTensor,
     is_metric,
 )
-from planner.capture.frontend.python_state import is_own
+from planner.capture.frontend.python_state import is_followed
 from planner.capture.frontend.source_lines import find_current_line, format_location
 from planner.capture.guards.names import build_accessor
 from planner.torch_private.capture import (
@@ -317,6 +319,19 @@ class LaterValues:
             self._read.update(dict.fromkeys(names, frozenset(names)))
             self._learned = True
 
+    def may_change(self, sources: Collection[Any]) -> bool:
+        """Return True if a later call may change the objects of these sources: the step does not need them.
+
+        Raises:
+            TraceError: the capture has to begin again, since the step may have read one.
+        """
+        names = [get_known_name(source) for source in sources]
+        if any(name is None or name in self._needed for name in names):
+            return False
+        for source in sources:
+            self.read_owner_later(source)
+        return True
+
     def read_owner_later(self, source: Any) -> None:
         """Begin again, with the object of this source as one that is read after the step, unless the step needs it.
 
@@ -531,6 +546,10 @@ def _need_where_decided(values: LaterValues, stack: ExitStack) -> None:
         position = translator.instruction_pointer
         decides = None if position is None else _DECIDING.search(translator.instructions[position].opname)
         if decides is not None:
+            top = translator.stack[-1].realize()
+            may_be_recorded = not values._refuses and (isinstance(top, LaterVariable) or top.is_tensor())
+            if may_be_recorded and record_branch(values, translator):
+                return True
             for variable in translator.stack[-2 if decides[0] == "CONTAINS_OP" else -1 :]:
                 if isinstance(found := variable.realize(), LaterVariable):
                     values.need(found)
@@ -608,11 +627,6 @@ def _find_recorded(values: LaterValues, function: Any, given: Collection[Any]) -
     if is_followed(kind.__module__) or (kind.__module__ == "builtins" and kind is not str):
         return None
     return _call_method, [owner, ConstantVariable.create(name or getattr(target, "__name__", None))]
-
-
-def is_followed(module: str) -> bool:
-    """Return True if functions of `module` are captured, also with values that are known after the step."""
-    return is_own(module) or module.partition(".")[0] in ("torch", "planner", "graphs", "solvers")
 
 
 def _record_metrics(kind: Any, values: LaterValues, stack: ExitStack) -> None:

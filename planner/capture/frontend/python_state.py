@@ -89,6 +89,8 @@ class PythonState:
             case FunctionType():
                 if is_own(found.__module__):
                     yield from self._visit_function(found)
+                else:  # of a front end, around the user's
+                    yield from found.__closure__ or () if found.__module__.startswith("planner.") else ()
             case CellType():
                 with suppress(ValueError):  # not assigned yet
                     held = found.cell_contents
@@ -119,6 +121,11 @@ def is_own(module: str | None) -> bool:
         return False
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     return root not in ("torch", "graphs", "planner", "solvers") and "-packages" not in file
+
+
+def is_followed(module: str) -> bool:
+    """Return True if functions of `module` are captured, also with values that are known after the step."""
+    return is_own(module) or module.partition(".")[0] in ("torch", "planner", "graphs", "solvers")
 
 
 def _iterate_names(code: CodeType) -> Iterator[str]:

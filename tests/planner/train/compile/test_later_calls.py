@@ -250,6 +250,77 @@ def test_what_a_step_records_is_as_in_eager_mode(
         assert type(wanted) is type(value)
 
 
+def choose(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    if loss.item() < model.best:
+        model.best, model.text = loss.item(), f"best {loss.item():.3f}"
+    elif loss.item() > 2 * model.best:
+        model.losses.append("high")
+        if hidden.detach().max().item() > 0.6:
+            model.losses.append(hidden.detach().max())
+    else:
+        model.steps += 1
+    if not torch.isfinite(loss):
+        model.hits += 1
+    if math.isnan(loss.item()):
+        raise ValueError(f"after {model.steps} steps the loss is {loss.item()}")
+    for row in range(3):
+        if hidden[row].mean().item() > 0 and len(y) > 2:
+            model.recent.append(hidden[row].std().item())
+        else:
+            model.by_name["low"].append(row)
+    for row in range(3):
+        if loss.item() > 100 or hidden[row].mean().item() > 0:
+            model.tables["rows"].append(row)
+    if loss > 1.5:
+        SEEN.append(loss.detach())
+    model.losses.append(model.best)
+    return loss
+
+
+def test_branches_that_only_choose_what_is_recorded_are_taken_as_in_eager_mode() -> None:
+    torch.manual_seed(0)
+    model = Noting(choose)
+    batches = [(torch.randn(8, 16), scale * torch.randn(8, 16)) for scale in (1.5, 1.0, 3.0, 1.2, 0.5, 1.1)]
+    found = []
+    for one in (copy.deepcopy(model), model):
+        SEEN.clear()
+        step = one if not found else planner.compile(one, None, batches[0], budget="100%", wait=0.1, on_progress=False)
+        for batch in batches:
+            step(*batch).backward()
+            one.zero_grad()
+        with pytest.raises(ValueError, match="steps the loss is nan"):
+            step(torch.full((8, 16), math.nan), batches[0][1])
+        noted = (one.best, one.text, one.losses, one.steps, one.hits, list(one.recent), one.by_name, one.tables)
+        found.append(leaves([*noted, SEEN.copy()]))
+    assert model.text and model.steps and model.hits and model.by_name["low"] and model.recent and "high" in model.losses
+    for wanted, value in zip(*found, strict=True):
+        assert torch.equal(wanted, value) if isinstance(wanted, torch.Tensor) else wanted == value
+
+
+class Tracker:
+    """The object whose method is a loss function, as a trainer is, and numbers that it reads."""
+
+    def __init__(self) -> None:
+        self.losses: list[str] = []
+        self.step, self.epoch = 0, 0.0
+
+    def compute(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(outputs, y)
+        self.losses.append(f"{self.step} {self.epoch} {loss.item():.4f}")
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:captured again")
+def test_a_capture_that_fails_records_nothing() -> None:
+    model, batch, tracker = nn.Linear(16, 16), (torch.randn(8, 16), torch.randn(8, 16)), Tracker()
+    step = planner.compile(model, tracker.compute, batch, budget="100%", wait=0.1, on_progress=False)
+    for i in range(3):
+        step(*batch).backward()
+        model.zero_grad()
+        assert len(tracker.losses) == i + 1
+        tracker.step, tracker.epoch = i + 1, (i + 1) / 6
+
+
 def write_by_method(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     model.held.add_(loss.detach())
     return loss
@@ -260,10 +331,23 @@ def weight_by_average(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss
     return loss * model.average
 
 
-def branch(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def halve(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     if loss.item() < model.best:
-        model.best = loss.item()
+        model.best = 0.5 * model.best
+    return loss * model.best
+
+
+def call_own(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    if loss.item() < model.best:
+        model.meter.update(loss.item(), 1)
     return loss
+
+
+def choose_name(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    scale = 1.0
+    if loss.item() < model.best:
+        scale = 0.5
+    return scale * loss
 
 
 @pytest.mark.parametrize(
@@ -271,7 +355,9 @@ def branch(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Ten
     [
         (write_by_method, r"model.held, which is no buffer"),
         (weight_by_average, r"\(return loss \* model.average\) does depends on the data"),
-        (branch, r"\(if loss.item\(\) < model.best:\) does depends on the data"),
+        (halve, r"\(if loss.item\(\) < model.best:\) does depends on the data"),
+        (call_own, r"\(if loss.item\(\) < model.best:\) does depends on the data"),
+        (choose_name, r"\(if loss.item\(\) < model.best:\) does depends on the data"),
         (read_length, r"model.losses changes at every step .*, and the step reads it"),
         (read_last, r"model.losses changes at every step .*, and the step reads it"),
         (read_number, r"\(return loss \* number\) does depends on the data"),

@@ -149,6 +149,9 @@ SETATTR = (
     else (_builtin.BuiltinVariable, "call_setattr")
 )
 
+# The method that captures getattr(), of all variables.
+GETATTR = "tp_getattro_impl" if hasattr(VariableTracker, "tp_getattro_impl") else "var_getattr"
+
 # Before 2.13 Dynamo does not follow copy.deepcopy of objects with their own __deepcopy__, or of any (2.11).
 FOLLOWS_COPIES = torch.__version__ >= "2.13"
 

@@ -22,6 +22,7 @@ from planner.capture.frontend.source_lines import find_current_line, find_traced
 from planner.capture.rewrites.outputs import get_storage, is_same_layout
 from planner.torch_private.capture import (
     FOLLOWS_REQUIRES_GRAD,
+    GETATTR,
     SETATTR,
     DynamoBytecodeFlatten,
     GetAttrVariable,
@@ -130,7 +131,7 @@ class _DataWrites:
             return False
         if get_storage(old) == get_storage(new) and not old.requires_grad:
             return True  # its own data, which the 8-bit layers of bitsandbytes assign again in each call
-        data = owner.var_getattr(translator, "data")
+        data = getattr(owner, GETATTR)(translator, "data")
         detached = value.call_method(translator, "detach", [], {})
         if old.requires_grad:
             copy = data.call_method(translator, "copy_", [detached], {})
@@ -186,7 +187,7 @@ def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool
     owner_of, method = SETATTR
     set_attribute = getattr(owner_of, method)
     holder, name_of = find_tensor_method("set_")
-    set_storage, attribute = getattr(holder, name_of), TensorVariable.var_getattr
+    set_storage, attribute = getattr(holder, name_of), getattr(TensorVariable, GETATTR)
     writes = _DataWrites()
 
     def write(translator: Any, owner: Any, value: Any) -> bool:
@@ -212,7 +213,7 @@ def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool
 
     stack.enter_context(patch.object(owner_of, method, set_or_write))
     stack.enter_context(patch.object(holder, name_of, set_storage_or_write))
-    stack.enter_context(patch.object(TensorVariable, "var_getattr", find_attribute_or_method))
+    stack.enter_context(patch.object(TensorVariable, GETATTR, find_attribute_or_method))
     return writes.end
 
 
@@ -225,7 +226,7 @@ def write_replaced_buffers(translator: Any, output: Any) -> None:
     replaced = [found for table in output.side_effects._get_modified_vars() for found in _iterate_replaced_buffers(table)]
     values = [items[key].call_method(translator, "clone", [], {}) for items, key, _ in replaced]  # as above
     for (items, key, buffer), value in zip(replaced, values, strict=True):
-        buffer.var_getattr(translator, "data").call_method(translator, "copy_", [value], {})
+        getattr(buffer, GETATTR)(translator, "data").call_method(translator, "copy_", [value], {})
         items[key] = buffer
 
 
@@ -291,7 +292,7 @@ def keep_attributes(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def read_optimizers() -> Iterator[None]:
     """Read the groups of an optimizer, such as its learning rate, as those of any object: its parameters are no inputs then."""
-    with patch.object(OptimizerVariable, "var_getattr", UserDefinedObjectVariable.var_getattr):
+    with patch.object(OptimizerVariable, GETATTR, getattr(UserDefinedObjectVariable, GETATTR)):
         yield
 
 

@@ -42,6 +42,7 @@ from planner.capture.frontend.python_state import is_followed
 from planner.capture.frontend.source_lines import find_current_line, format_location
 from planner.capture.guards.names import build_accessor
 from planner.torch_private.capture import (
+    GETATTR,
     BuiltinVariable,
     ConstantVariable,
     GetAttrVariable,
@@ -124,6 +125,14 @@ class LaterVariable(VariableTracker):
     def var_getattr(self, tx: Any, name: str) -> Any:
         """Record that an attribute is read."""
         return self.values.record(tx, getattr, [self, ConstantVariable.create(name)])
+
+    nb_bool_impl, tp_getattro_impl = bool_impl, var_getattr  # as torch 2.14 calls them
+
+    def mp_ass_subscript_impl(self, tx: Any, key: Any, value: Any) -> Any:
+        """Record that an item is set, or deleted: before torch 2.14 these are calls of functions."""
+        if value is None:
+            return self.values.record(tx, operator.delitem, [self, key])
+        return self.values.record(tx, operator.setitem, [self, key, value])
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         """Record a call of the value."""
@@ -609,7 +618,7 @@ def _find_recorded(values: LaterValues, function: Any, given: Collection[Any]) -
     if values._refuses or isinstance(function, BuiltinVariable | LaterVariable):
         return None
     held = vars(function.realize())
-    owner, name = held.get("obj"), held.get("name")
+    owner, name = held.get("obj"), held.get("name") or held.get("method_name")  # the latter in torch 2.14
     target = next((held[name] for name in _FUNCTIONS if held.get(name) is not None), None)
     module = getattr(target, "__module__", None) or "builtins"
     value = None if owner is None else vars(owner).get("value")
@@ -631,7 +640,7 @@ def _find_recorded(values: LaterValues, function: Any, given: Collection[Any]) -
 
 def _record_metrics(kind: Any, values: LaterValues, stack: ExitStack) -> None:
     """Make Dynamo record the calls of metrics and collectors, which are variables of this kind."""
-    get_attribute, call_method, call_function = kind.var_getattr, kind.call_method, kind.call_function
+    get_attribute, call_method, call_function = getattr(kind, GETATTR), kind.call_method, kind.call_function
 
     def record(owner: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         found = values.record(tx, _call_method, [owner, ConstantVariable.create(name), *args], kwargs)
@@ -655,7 +664,7 @@ def _record_metrics(kind: Any, values: LaterValues, stack: ExitStack) -> None:
             return record(owner, translator, "__call__", args, kwargs)
         return call_function(owner, translator, args, kwargs)
 
-    stack.enter_context(patch.object(kind, "var_getattr", find_attribute_or_method))
+    stack.enter_context(patch.object(kind, GETATTR, find_attribute_or_method))
     stack.enter_context(patch.object(kind, "call_method", call_or_record_method))
     stack.enter_context(patch.object(kind, "call_function", call_or_record))
 

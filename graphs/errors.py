@@ -1,7 +1,8 @@
 """Exceptions and warnings that users may catch. A message states the problem, the value, the limit and what to do next."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from types import FrameType
 
 
@@ -189,3 +190,16 @@ def causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__
+
+
+def refuse_unknown_options(given: Iterable[str], known: Iterable[str], owner: str) -> None:
+    """Raise unless `owner` has all `given` options; the message says which was probably meant.
+
+    Raises:
+        UsageError: one is not among the `known` ones.
+    """
+    names = sorted(known)
+    for name in sorted(set(given).difference(names)):
+        close = get_close_matches(name, names, n=1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise UsageError(f"unknown option {name!r} of {owner}{meant}: choose from {', '.join(names)}")

@@ -5,11 +5,12 @@ import traceback
 import warnings
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from graphs.errors import PlannerError, causes
+from graphs.errors import PlannerError, causes, refuse_unknown_options
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,13 +24,17 @@ def shorten_traceback(function: Callable[P, T]) -> Callable[P, T]:
     """Return the public function `function`, with errors of the planner raised at its call.
 
     Of the frames below only those of the user's code stay, such as a model's forward pass. ``error.full_traceback`` has the text
-    of the whole traceback.
+    of the whole traceback. An option that a function does not have is such an error too.
     """
+    parameters = signature(function).parameters
+    takes_all = function.__qualname__ != function.__name__ or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     @wraps(function)
     def run_public(*args: P.args, **kwargs: P.kwargs) -> T:
         handled = sys.exception()
         try:
+            if not takes_all:
+                refuse_unknown_options(kwargs, parameters, f"planner.{function.__name__}")
             return function(*args, **kwargs)
         except PlannerError as error:
             shorten(error, handled)

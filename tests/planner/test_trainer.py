@@ -204,7 +204,8 @@ def test_unplannable_trainer_settings_raise(tmp_path: Path) -> None:
 
     with pytest.raises(PlannerError, match=r"Before\.compute_loss would hide the planned one"):
         trained(Before, tmp_path, sentences(4), options=planned_options())
-    with pytest.raises(PlannerError, match=r"unknown option 'time_limit' of planner\.compile: choose from accumulate, "):
+    said = r"unknown option 'time_limit' of planner\.compile \(did you mean time_limit_s\?\): choose from accumulate, "
+    with pytest.raises(PlannerError, match=said):
         trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(time_limit=3))
     with pytest.raises(PlannerError, match=r"label_smoothing_factor is not planned with Weighted\.compute_loss: leave it out"):
         trained(PlannedWeighted, tmp_path, sentences(4), options=planned_options(), label_smoothing_factor=0.1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from graphs.errors import PlannerError
+from graphs.errors import PlannerError, refuse_unknown_options
 from graphs.options.option import Feature
 from planner.progress import OnProgress, list_views
 from planner.settings.budget import Budget, read_budget
@@ -53,9 +53,8 @@ def parse_backend_options(options: Mapping[str, Any] | None) -> BackendSettings:
     """
     given = dict(options or {})
     known = OPTIONS_OF_COMPILE | {"budget", "on_progress"}
+    refuse_unknown_options(given, known, "the backend planner")
     for name, value in given.items():
-        if name not in known:
-            raise PlannerError(f"unknown option {name!r} of the backend planner: choose from {', '.join(sorted(known))}")
         if name in ("time_limit_s", "tolerance") and not (isinstance(value, int | float) and math.isfinite(value)):
             raise PlannerError(f"option {name!r} is {value!r}: must be a number")
     budget, on_progress = given.pop("budget", None), given.pop("on_progress", None)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graphs.errors import BudgetError, LimitError, PlannerError
+from graphs.errors import BudgetError, LimitError, PlannerError, refuse_unknown_options
 from graphs.optimizers import MeasuredOptimizer
 from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes
@@ -195,8 +195,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     Raises:
         PlannerError: an argument is unknown.
     """
-    if unknown := options.keys() - _OPTIONS:
-        raise PlannerError(f"unknown option {min(unknown)!r} of planner.compile: choose from {', '.join(sorted(_OPTIONS))}")
+    refuse_unknown_options(options, _OPTIONS, "planner.compile")
 
 
 def _format_shapes(batch: Batch) -> str:

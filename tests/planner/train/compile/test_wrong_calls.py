@@ -233,3 +233,17 @@ def test_a_planned_step_in_a_block_of_the_eager_runtime_is_one_error() -> None:
         with torch.no_grad():
             step(*batch)
     step(*batch).backward()
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "meant"),
+    [
+        (planner.compile, "optmizer", r" \(did you mean optimizer\?\)"),
+        (planner.checkpoint, "budgets", r" \(did you mean budget\?\)"),
+        (planner.rematerialize, "speed", ""),
+        (planner.solve, "tolerence", r" \(did you mean tolerance\?\)"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_refused(call: Callable[..., Any], name: str, meant: str) -> None:
+    with pytest.raises(PlannerError, match=f"unknown option '{name}' of planner.{call.__name__}{meant}: choose from "):
+        call(**{name: 1})

@@ -36,7 +36,7 @@ def parse_budget(text: str, *, peak_bytes: int) -> int:
     amount, unit = float(match[1]), match[2]
     if unit is None:
         raise BudgetError(
-            f"budget {text!r} has no unit: write {match[1]}GB (10^9 bytes), {match[1]}GiB (2^30 bytes) "
+            f"budget {text!r} has no unit: write {match[1]}GB (10^9 bytes), {match[1]}GiB (2^30 bytes), {match[1]}B (bytes) "
             f"or {match[1]}% (of the predicted peak of plain eager PyTorch)"
         )
     if unit == "%":

@@ -40,8 +40,9 @@ def return_large_blocks() -> None:
         libc.malloc_trim(0)
         if not _returns_large_blocks and os.environ.get(_LARGE_PAGES) != "1":
             _LOG.warning(
-                "memory is tight: freed memory goes back to the system at once, and steps that run in no arena are slower than "
-                "predicted. Set %s=1 before Python starts to make them faster.",
+                "memory is tight: freed memory goes back to the system at once. There is nothing to do if the plan says that the "
+                "step runs in an arena; otherwise steps are slower than predicted, and %s=1, set before Python starts, makes "
+                "them faster.",
                 _LARGE_PAGES,
             )
     _returns_large_blocks = True

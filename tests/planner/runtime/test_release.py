@@ -43,4 +43,4 @@ def test_cost_of_released_memory_is_logged_once(monkeypatch: pytest.MonkeyPatch)
             return_large_blocks()
             return_large_blocks()
         assert len(messages) == said
-        assert all("Set THP_MEM_ALLOC_ENABLE=1 before Python starts" in message for message in messages)
+        assert all("THP_MEM_ALLOC_ENABLE=1, set before Python starts" in message for message in messages)

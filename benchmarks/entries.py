@@ -111,7 +111,7 @@ def try_entries(make: Callable[[], Workload], row: EntryRow, *, entries: Sequenc
         shares = {"50%": _ENOUGH_BYTES} if entry == REMATERIALIZE else budgets
         for share, budget_bytes in shares.items():
             one = replace(row, way=f"{entry} at {share}", budget_bytes=budget_bytes)
-            torch._dynamo.reset()  # runs share functions, and a function that was compiled often runs without a plan
+            torch.compiler.reset()  # runs share functions, and a function that was compiled often runs without a plan
             try:
                 if entry == REMATERIALIZE:
                     yield _measure_rematerialize(build, reference, one)

@@ -24,7 +24,7 @@ from torch import nn
 
 from graphs.errors import TraceError
 from planner.capture.frontend.python_state import is_followed
-from planner.torch_private.capture import AttrSource, CellVariable, GlobalSource, VariableTracker
+from planner.torch_private.capture import GETATTR, AttrSource, CellVariable, GlobalSource, VariableTracker, get_source_name
 
 _STATEMENTS = (ast.If, ast.Assign, ast.AugAssign, ast.Expr, ast.Raise, ast.Pass)
 _REFUSED = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Await, ast.Yield, ast.YieldFrom)
@@ -214,7 +214,7 @@ class RecordingBranch:
             case ast.Name(id=name) if isinstance(variable := self._find_local(name), VariableTracker):
                 return variable
             case ast.Attribute(value=owner, attr=name):
-                found: VariableTracker = self._find_variable(owner).var_getattr(self.translator, name).realize()
+                found: VariableTracker = getattr(self._find_variable(owner), GETATTR)(self.translator, name).realize()
                 return found
         raise _NotRecordingError
 
@@ -249,8 +249,8 @@ def record_branch(values: Any, translator: Any) -> bool:
         values.record(translator, function, arguments)
     except TraceError:  # what it reads is not known after the step
         return False
-    known = translator.output.variable_tracker_cache
-    for source in [source for source in known if source.name.startswith(tuple(each.name for each in branch.changed))]:
+    known, changed = translator.output.variable_tracker_cache, tuple(map(get_source_name, branch.changed))
+    for source in [source for source in known if get_source_name(source).startswith(changed)]:
         del known[source]  # read again from here on
     translator.pop()
     translator.instruction_pointer = end

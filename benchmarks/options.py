@@ -20,7 +20,14 @@ from benchmarks.solves import build_graph, solve_row
 from graphs.ir import Graph
 from graphs.options.option import Need
 from graphs.simulate import simulate
-from planner.capture.options import OPTIONS, check_options, list_step_option_names, needs, restrict_to
+from planner.capture.options import (
+    OPTIONS,
+    check_options,
+    list_options_for_any_step,
+    list_step_option_names,
+    needs,
+    restrict_to,
+)
 from planner.cli import argument_types
 from planner.plans.select_attributes import select_attributes
 from planner.plans.summary import summarize
@@ -43,8 +50,8 @@ MODELS: Mapping[str, str] = {
     "gpt2-medium-4k": "zoo:gpt2,layers=24,width=1024,heads=16,batch=2,seq=4096,dtype=bfloat16",
     **{name: offload.MODELS[name] for name in ("llama-16", "vit-l", "resnet50", "unet")},
 }
-# Placement needs other devices.
-NAMES = tuple(option.to_try for name, option in OPTIONS.items() if Need.DEVICES not in needs((name,)))
+# Others need other devices, or sharded parameters.
+NAMES = tuple(OPTIONS[name].to_try for name in list_options_for_any_step())
 LIMIT_S = 60.0
 
 

@@ -11,9 +11,8 @@ from torch import nn
 
 from graphs.errors import BudgetError
 from graphs.ir import Graph, check_is_graph
-from graphs.options.option import Need
 from graphs.short_tracebacks import shorten_traceback
-from planner.capture.options import OPTIONS, list_step_option_names, needs
+from planner.capture.options import OPTIONS, list_options_for_any_step, list_step_option_names
 from planner.capture.signature import Batch, list_leaves
 from planner.capture.step import LossFn
 from planner.measure.steps import describe_device
@@ -166,7 +165,7 @@ def _report_solves(on_progress: OnProgress) -> Iterator[Callable[[str], None]]:
 
 
 def _list_options_to_try(roofline: str | None) -> tuple[str, ...]:
-    offered = (option for name, option in OPTIONS.items() if Need.DEVICES not in needs((name,)))
+    offered = (OPTIONS[name] for name in list_options_for_any_step())
     return tuple(option.to_try for option in offered if roofline is not None or not option.lossy)
 
 

@@ -167,7 +167,7 @@ def test_bench_options_command_resumes(tmp_path: Path, monkeypatch: pytest.Monke
 def test_its_models_can_be_read_and_all_options_are_asked_for() -> None:
     assert all(parse_spec(spec) for spec in MODELS.values())
     assert not set(MODELS) & set(MEASURED)
-    assert {name.partition(":")[0] for name in NAMES} == set(OPTIONS) - {"placement"}
+    assert {name.partition(":")[0] for name in NAMES} == set(OPTIONS) - {"placement", "overlap"}
 
 
 def test_committed_rows_need_chunks_at_small_budgets() -> None:

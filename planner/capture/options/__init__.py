@@ -96,6 +96,11 @@ def list_needing(need: Need) -> tuple[str, ...]:
     return tuple(name for name in OPTIONS if need in needs((name,)))
 
 
+def list_options_for_any_step() -> tuple[str, ...]:
+    """Return the options that can be tried on any step: those with transfers to the host, and those found in tracing."""
+    return (*list_needing(Need.LINK), *list_step_option_names(tuple(OPTIONS)))
+
+
 def list_options_to_try(graph: Graph) -> tuple[str, ...]:
     """Return the options to give advice on: those for any graph with transfers, and those that `graph` was traced with."""
     return (*list_needing(Need.LINK), *(get_option(name).to_try for name in list_traced_options(graph)))

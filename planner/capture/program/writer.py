@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from graphs.errors import ScheduleError
+from graphs.errors import GraphError, ScheduleError
 from graphs.ir import Graph, Op
 from graphs.options.placement import is_between_devices
 from graphs.overwriting import Overwriting, Pairs
@@ -200,6 +200,8 @@ class PassWriter:
         issued, wanted = self._issue(op), [t for t in op.outputs if t not in self.live]
         (statement,) = calls.statements
         assert statement.value is not None
+        if not hasattr(statement.value.target, "begin"):
+            raise GraphError(f"op {op.name!r} is on {op.stream!r}, a stream where only copies and collectives run")
         call = Call(_Start(statement.value.target), (issued.handle, *statement.value.args))
         self.builder.execute((replace(statement, value=call),), wanted)
         self.live.update(dict.fromkeys(wanted))

@@ -48,7 +48,7 @@ SOLVE_WALK = (
     Call(
         3,
         "planner.memory.allocated_budget",
-        "solve_once",
+        "_solve_in_order",
         "a solve in the requested order of ops",
         passed_by="planner.plans.solve",
     ),

@@ -265,8 +265,7 @@ def add_copying(parser: Parser) -> None:
         "--link",
         type=argument_types.parse_rate_argument,
         metavar="RATE",
-        help="bytes a second of transfers to host memory, and at the same time back (default: as measured, or published for "
-        f"the device, else {LINK})",
+        help=f"bytes a second to host memory, and at the same time back (default: measured, or published, else {LINK})",
     )
     parser.add_argument(
         "--host-budget",

@@ -43,8 +43,7 @@ def add(commands: Commands) -> None:
         "  planner solve model.json --budget 60% --time-limit 10m --tolerance 0.5%\n"
         "  planner solve model.json --max-overhead 10% -o plan.json\n"
         "  planner solve model.json --budget 40% --options chunks\n"
-        "  planner solve model.json --budget 60% --options offload --link 50GB/s --host-budget 64GB\n"
-        "  planner solve model.json --budget 90% --options placement",
+        "  planner solve model.json --budget 60% --options offload --link 50GB/s --host-budget 64GB\n",
     )
     parser.add_argument("graph", metavar="GRAPH", help="what planner trace wrote")
     wanted = parser.add_mutually_exclusive_group(required=True)

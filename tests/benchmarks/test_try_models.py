@@ -139,7 +139,7 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
         about = {"source": source, "model": model, "way": EAGER, "status": next(statuses)}
         return [TriedRow(**about, storages_bytes=90, peak_bytes=100, different=0)]  # type: ignore[arg-type]
 
-    main = make_main(replace(STUDY, run=try_one), None, out=str(tmp_path), say=str, repeats=try_models.REPEATS)
+    main = make_main(replace(STUDY, run=try_one), None, out=str(tmp_path), repeats=try_models.REPEATS)
     names = ["by hand/mlp", "timm/vit"]
     words = ["--models", ",".join(names)]
     for more, expected in (([], names), ([], ["timm/vit"]), ([], []), (["--fresh"], names)):

@@ -285,7 +285,7 @@ def test_another_module_gets_another_plan(tmp_path: Path) -> None:
 
 
 def test_unknown_options_raise() -> None:
-    with pytest.raises(PlannerError, match=r"unknown option 'buget' of planner\.compile: choose from accumulate, arena, cache, "):
+    with pytest.raises(PlannerError, match=r"unknown option 'buget' of planner\.compile.*: choose from accumulate, "):
         PlannedTraining(HALF_WAY, buget=1)
 
 

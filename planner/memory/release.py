@@ -13,6 +13,7 @@ import torch
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 _MOST_MMAP_THRESHOLD_BYTES = 2**25  # DEFAULT_MMAP_THRESHOLD_MAX
 _LARGE_BYTES = 2**20
+_LARGE_BYTES_BESIDE_ARENA = 2**17
 _LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # with it PyTorch asks for pages of 2 MB
 _LOG = logging.getLogger(__name__)
 
@@ -46,6 +47,16 @@ def return_large_blocks() -> None:
                 _LARGE_PAGES,
             )
     _returns_large_blocks = True
+
+
+def return_blocks_beside_arena() -> None:
+    """Make the C library return smaller blocks too, where it returns large ones, as steps have their memory in an arena.
+
+    A smaller batch that runs by eager PyTorch, with blocks just below the limit, left a heap beside which there was no memory for
+    the arena. Steps in no arena would take 10 to 15% longer with this limit.
+    """
+    if _returns_large_blocks and (libc := _load_glibc()) is not None:
+        libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES_BESIDE_ARENA)
 
 
 @contextmanager

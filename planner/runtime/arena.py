@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from graphs.ir import Phase
 from graphs.units import format_bytes
-from planner.memory.release import release_unused
+from planner.memory.release import release_unused, return_blocks_beside_arena
 from planner.runtime import arena_allocator, optimizer_steps
 from planner.runtime.arena_allocator import Addresses, Missed, RecordedRequest, Recording, Slab
 from planner.runtime.code import Backward, Forward, Returned
@@ -89,6 +89,7 @@ class SharedSlab:
             self.drop()
             release_unused(torch.device("cpu"))  # what a recorded step has freed
             self.present = Slab(max(plan.height_bytes for plan in self._plans))
+            return_blocks_beside_arena()
         self.present.keep_within(max(most_bytes, addresses.height_bytes))
         return self.present
 

@@ -12,9 +12,9 @@ from tests.support.logs import lines_of
 _HELD = """
 import torch
 from benchmarks.process_memory import read_status_bytes
-from planner.memory.release import return_large_blocks
+from planner.memory.release import return_blocks_beside_arena, return_large_blocks
 {setting}
-blocks = [torch.ones(2**20) for _ in range(32)]  # of 4 MB
+blocks = [torch.ones({bytes} // 4) for _ in range(32)]
 between = [torch.ones(2**12) for _ in blocks]
 before = read_status_bytes("VmRSS")
 del blocks[1::2]
@@ -23,10 +23,14 @@ print(before - read_status_bytes("VmRSS"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured as on Linux")
-def test_large_blocks_are_returned_when_they_are_freed() -> None:
-    code = _HELD.format(setting="return_large_blocks()")
+@pytest.mark.parametrize(
+    ("setting", "size_bytes"),
+    [("return_large_blocks()", 2**22), ("return_large_blocks()\nreturn_blocks_beside_arena()", 2**19)],
+)
+def test_large_blocks_are_returned_when_they_are_freed(setting: str, size_bytes: int) -> None:
+    code = _HELD.format(setting=setting, bytes=size_bytes)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(run.stdout) > 15 * 2**22
+    assert int(run.stdout) > 15 * size_bytes
 
 
 def test_cost_of_released_memory_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:

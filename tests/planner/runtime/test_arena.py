@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -324,6 +325,18 @@ def test_pages_between_those_in_use_are_given_back() -> None:
     assert all(tensor.all() for tensor in held)
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Free no tensors of other tests inside: what is freed since the last pass leaves room."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@without_collection()
 def test_idle_pages_are_given_back_for_requests_above_the_budget() -> None:
     size = 4 * HUGE_PAGE_BYTES
     slab = Slab(size)
@@ -346,6 +359,7 @@ def test_idle_pages_are_given_back_for_requests_above_the_budget() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")
+@without_collection()
 @release_large_blocks()  # what the heap keeps of other tests is no room for this one
 def test_pages_that_were_given_back_leave_room_in_the_limit_of_the_process() -> None:
     size = 32 * HUGE_PAGE_BYTES
@@ -364,6 +378,7 @@ def test_pages_that_were_given_back_leave_room_in_the_limit_of_the_process() -> 
     assert resident_bytes(slab) == size
 
 
+@without_collection()
 def test_a_slab_gives_idle_pages_back_for_a_pass_in_another_one() -> None:
     slabs = [Slab(2 * HUGE_PAGE_BYTES) for _ in range(2)]
     for slab in slabs:
@@ -380,6 +395,7 @@ def test_a_slab_gives_idle_pages_back_for_a_pass_in_another_one() -> None:
     st.lists(st.integers(1, 40), min_size=1, max_size=8),
     st.integers(0, 32),
 )
+@without_collection()
 def test_pages_and_requests_beside_them_are_within_the_budget(
     inside: list[tuple[int, bool]], beside: list[int], more_pages: int
 ) -> None:

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -196,7 +196,7 @@ def _torch_cuda(machine: Machine) -> dict[str, Any]:
         "reset_peak_memory_stats": lambda device=None: memory(device).allocator.reset_peaks(),
         "memory_stats": lambda device=None: _stats(memory(device).allocator),
         "memory_snapshot": lambda mempool_id=None: _snapshot(machine, mempool_id),
-        "MemPool": partial(MemPool, machine),
+        "MemPool": type("MemPool", (MemPool,), {"__init__": partialmethod(MemPool.__init__, machine)}),  # Dynamo asks for a class
         "use_mem_pool": partial(use_mem_pool, machine),
         "mem_get_info": lambda device=None: _free_and_total(memory(device)),
         "get_per_process_memory_fraction": lambda device=None: _fraction(memory(device)),

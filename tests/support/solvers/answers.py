@@ -1,11 +1,12 @@
 """Requests in a line, small graphs with known optima, and what every answer must hold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from graphs.ir import Graph
+from graphs.options import remove_options
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.synthetic.small import make_chain, make_training_chain
@@ -20,6 +21,7 @@ from solvers.windows import solve
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
 from tests.support.graphs.small_graphs import diamond, kept_output, two_outputs
+from tests.support.solvers.brute_force import fastest
 
 
 def ask(
@@ -91,6 +93,18 @@ def check_optimum(one: Case) -> None:
     simulation = simulate(one.graph, schedule)
     assert simulation.time_s == pytest.approx(best_s)
     assert simulation.peak_bytes <= one.budget_bytes
+
+
+def check_answers(found: Sequence[Case]) -> tuple[int, int, int]:
+    """Solve all; return how many have a schedule, are solved as fast, and are faster than without optional ops."""
+    met = gained = 0
+    for one in found:
+        result = solve(ask(one.graph, one.budget_bytes, tolerance=TOLERANCE, time_limit_s=10))
+        met += check_answer(one, result)
+        if one.optimum is not None and result.time_s is not None:
+            without = fastest(remove_options(one.graph), one.budget_bytes)
+            gained += without is None or result.time_s < without * (1 - TOLERANCE)
+    return sum(one.optimum is not None for one in found), met, gained
 
 
 def check_answer(one: Case, result: Result) -> bool:

@@ -1,11 +1,11 @@
 """The optimum of small graphs whose collectives are on a channel, by trying everything on two streams."""
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from graphs.ir import Graph, Op
 from graphs.schedule import Compute, Free, Schedule, Step
+from tests.support.solvers.best_first import find_fastest
 
 Times = tuple[tuple[int, float], ...]  # tensor and time, in ascending order
 
@@ -42,40 +42,7 @@ def fastest_with_collectives(graph: Graph, budget_bytes: int, most: int = 200_00
     Raises:
         TimeoutError: more than `most` states.
     """
-    search = _Search(graph, budget_bytes)
-    queue: list[tuple[float, int, int, State, object]] = [(0.0, 0, 0, State(), None)]
-    fronts: dict[object, list[tuple[float, ...]]] = {}
-    pushed = 0
-    while queue:
-        _, _, _, state, came = heapq.heappop(queue)
-        if state.done == len(search.others) and state.freed < 0:
-            return max(state.clocks), _trace(came)
-        key, times = _split(state)
-        front = fronts.setdefault(key, [])
-        if any(all(a <= b for a, b in zip(other, times, strict=True)) for other in front):
-            continue
-        front.append(times)
-        for step, after in search.moves(state):
-            pushed += 1
-            if pushed > most:
-                raise TimeoutError
-            heapq.heappush(queue, (search.at_least(after), -after.done, pushed, after, (came, step)))
-    return None
-
-
-def _trace(came: object) -> Schedule:
-    steps: list[Step] = []
-    while came is not None:
-        came, step = came  # type: ignore[misc]
-        steps.append(step)
-    return Schedule(tuple(reversed(steps)))
-
-
-def _split(state: State) -> tuple[object, tuple[float, ...]]:
-    """What is compared for equality, and times: earlier is better."""
-    ready, busy = dict(state.ready), dict(state.busy)
-    times = (*state.clocks, *(table.get(t, 0.0) for table in (ready, busy) for t in sorted(state.live)))
-    return (state.done, state.gathered, state.live, state.freed, state.lent), times
+    return find_fastest(_Search(graph, budget_bytes), State(), most)
 
 
 class _Search:
@@ -92,6 +59,17 @@ class _Search:
     def at_least(self, state: State) -> float:
         return max(state.clocks[0] + self.rest[state.done], state.clocks[1])
 
+    def count_done(self, state: State) -> int:
+        return state.done
+
+    def is_over(self, state: State) -> bool:
+        return state.done == len(self.others) and state.freed < 0
+
+    def split(self, state: State) -> tuple[object, tuple[float, ...]]:
+        ready, busy = dict(state.ready), dict(state.busy)
+        times = (*state.clocks, *(table.get(t, 0.0) for table in (ready, busy) for t in sorted(state.live)))
+        return (state.done, state.gathered, state.live, state.freed, state.lent), times
+
     def uses(self, op: int) -> set[int]:
         return {*self.graph.ops[op].inputs, *self.graph.ops[op].outputs}
 
@@ -101,7 +79,7 @@ class _Search:
             yield from ((op, {}) for op in ops[:done] if op.recomputable)
             yield from ((op, {count: done + 1}) for op in ops[done : done + 1])
 
-    def moves(self, state: State) -> list[tuple[Step, State]]:
+    def moves(self, state: State) -> list[tuple[tuple[Step, ...], State]]:
         now, channel = state.clocks
         ready, busy = dict(state.ready), dict(state.busy)
         found: list[tuple[Step, State]] = []
@@ -133,7 +111,7 @@ class _Search:
                 **reached,
             )
             found.append((Compute(op.id), after))
-        return [(step, _simplify(after)) for step, after in found]
+        return [((step,), _simplify(after)) for step, after in found]
 
 
 def _simplify(state: State) -> State:

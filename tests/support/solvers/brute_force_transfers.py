@@ -1,11 +1,11 @@
 """The optimum of small graphs with transfers to the host, by trying everything on three streams."""
 
-import heapq
 from dataclasses import dataclass, replace
 
 from graphs.ir import Graph
 from graphs.options.offload import remove_offload
 from graphs.schedule import Compute, Free, Schedule, Step
+from tests.support.solvers.best_first import find_fastest
 from tests.support.solvers.brute_force import ways_to_overwrite
 from tests.support.solvers.brute_force_options import BEGINNING, Progress, executions, promises
 
@@ -47,48 +47,7 @@ def fastest_with_copies(graph: Graph, budget_bytes: int, most: int = 400_000) ->
     Raises:
         TimeoutError: more than `most` states.
     """
-    search = _Search(graph, budget_bytes)
-    start = State()
-    queue: list[tuple[float, int, int, State, tuple[object, tuple[Step, ...]] | None]] = [(0.0, 0, 0, start, None)]
-    fronts: dict[object, list[tuple[float, ...]]] = {}
-    pushed = 0
-    while queue:
-        _, _, _, state, came = heapq.heappop(queue)
-        if state.progress.done == len(search.program.program) and state.freed < 0 and state.host_freed < 0:
-            return max(state.clocks), _traced(came)
-        key, times = _split(state)
-        front = fronts.setdefault(key, [])
-        if any(all(a <= b for a, b in zip(other, times, strict=True)) for other in front):
-            continue
-        front.append(times)
-        for steps, after in search.moves(state):
-            pushed += 1
-            if pushed > most:
-                raise TimeoutError
-            heapq.heappush(queue, (search.at_least(after), -after.progress.done, pushed, after, (came, steps)))
-    return None
-
-
-def _traced(came: object) -> Schedule:
-    steps: list[Step] = []
-    while came is not None:
-        came, some = came  # type: ignore[misc]
-        steps = [*some, *steps]
-    return Schedule(tuple(steps))
-
-
-def _split(state: State) -> tuple[object, tuple[float, ...]]:
-    """What is compared for equality, and times: earlier is better."""
-    times = [*state.clocks]
-    for table, tensors in (
-        (state.ready, state.live),
-        (state.left, state.live),
-        (state.stored, state.host),
-        (state.back, state.host),
-    ):
-        found = dict(table)
-        times += [found.get(t, 0.0) for t in sorted(tensors)]
-    return (state.progress, state.live, state.host, state.freed, state.host_freed, state.lent), tuple(times)
+    return find_fastest(_Search(graph, budget_bytes), State(), most)
 
 
 class _Search:
@@ -104,6 +63,24 @@ class _Search:
 
     def at_least(self, state: State) -> float:
         return max(state.clocks[0] + self.rest[state.progress.done], *state.clocks[1:])
+
+    def count_done(self, state: State) -> int:
+        return state.progress.done
+
+    def is_over(self, state: State) -> bool:
+        return state.progress.done == len(self.program.program) and state.freed < 0 and state.host_freed < 0
+
+    def split(self, state: State) -> tuple[object, tuple[float, ...]]:
+        times = [*state.clocks]
+        for table, tensors in (
+            (state.ready, state.live),
+            (state.left, state.live),
+            (state.stored, state.host),
+            (state.back, state.host),
+        ):
+            found = dict(table)
+            times += [found.get(t, 0.0) for t in sorted(tensors)]
+        return (state.progress, state.live, state.host, state.freed, state.host_freed, state.lent), tuple(times)
 
     def moves(self, state: State) -> list[tuple[tuple[Step, ...], State]]:
         now, out, back = state.clocks

@@ -29,23 +29,9 @@ from planner.torch_private.capture import GETATTR, AttrSource, CellVariable, Glo
 _STATEMENTS = (ast.If, ast.Assign, ast.AugAssign, ast.Expr, ast.Raise, ast.Pass)
 _REFUSED = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Await, ast.Yield, ast.YieldFrom)
 _BUILTINS = {print, float, int, str, bool, repr, len, abs, round, min, max, sum, sorted, list, dict, tuple, format}
-_OF_VALUES = {
-    "item",
-    "tolist",
-    "clone",
-    "numpy",
-    "detach",
-    "cpu",
-    "float",
-    "double",
-    "mean",
-    "sum",
-    "max",
-    "min",
-    "abs",
-    "norm",
-    "std",
-} | {*{"var", "isnan", "isinf", "isfinite", "any", "all", "round", "argmax", "argmin", "size", "dim", "numel", "format", "join"}}
+_CONVERSIONS = {"item", "tolist", "numpy", "float", "double", "detach", "clone", "cpu", "size", "dim", "numel", "format", "join"}
+_STATISTICS = {"mean", "sum", "max", "min", "std", "var", "norm", "abs", "round", "any", "all", "argmax", "argmin"}
+_OF_VALUES = _CONVERSIONS | _STATISTICS | {"isnan", "isinf", "isfinite"}  # methods of tensors, numbers and texts
 _CONTAINERS = (list, dict, set, deque)
 _FILLS = {"append", "appendleft", "extend", "add", "setdefault"}  # methods of containers in containers
 

@@ -7,6 +7,7 @@ both ends.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from random import Random
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -84,6 +85,7 @@ from torch._dynamo.variables import (
     TensorVariable,  # a tensor while code is captured
     TorchInGraphFunctionVariable,  # has the handlers of specially captured functions
     UnspecializedNNModuleVariable,  # a module while code is captured
+    UserDefinedClassVariable,  # a class while code is captured
     UserDefinedObjectVariable,  # an object that is carried along unchanged
     UserFunctionVariable,  # a function or method that is about to be called
     VariableTracker,  # makes an answer for the captured code
@@ -136,6 +138,7 @@ from torch._guards import (
     tracing,  # the context in which the joint graph is made
 )
 from torch._inductor import config as inductor_config  # random numbers as eager PyTorch draws them, to compare with
+from torch.autograd.graph import GradientEdge
 
 from graphs.errors import PlannerError
 from planner.torch_private.core import pytree
@@ -208,6 +211,50 @@ def read_names_of_torch() -> None:
             tx.stack[-1] = VariableTracker.build(tx, found) if isinstance(found, str) else tx.stack[-1]
 
     InstructionTranslatorBase._load_attr = load_or_read  # type: ignore[assignment, method-assign]
+
+
+def read_arguments_of_gradients() -> None:
+    """Make Dynamo take every call of ``torch.autograd.grad`` that eager PyTorch takes.
+
+    It knows lists of tensors only, where models pass ``weights.values()`` or ``model.parameters()``; and it checks the first
+    arguments only if they are not passed by name, and the others only if they are.
+    """
+    call = TorchInGraphFunctionVariable.call_function
+    names = tuple(signature(torch.autograd.grad).parameters)
+
+    def call_with_tuples(function: TorchInGraphFunctionVariable, tx: Any, args: Any, kwargs: Any) -> Any:
+        if function.value is not torch.autograd.grad:
+            return call(function, tx, args, kwargs)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        for name in names[:3]:
+            if name in given:
+                given[name] = _make_tuple(tx, given[name].realize())
+        return call(function, tx, [given.pop(name) for name in names[:2]], given)
+
+    TorchInGraphFunctionVariable.call_function = call_with_tuples  # type: ignore[method-assign, assignment]
+
+
+def read_legacy_variables() -> None:
+    """Make Dynamo follow ``torch.autograd.Variable(tensor, requires_grad=True)``, as older models call it."""
+    call = UserDefinedClassVariable.call_function
+
+    def call_or_make(kind: UserDefinedClassVariable, tx: Any, args: Any, kwargs: Any) -> Any:
+        if kind.value is not torch.autograd.Variable:
+            return call(kind, tx, args, kwargs)
+        return VariableTracker.build(tx, _make_variable).call_function(tx, args, kwargs)
+
+    UserDefinedClassVariable.call_function = call_or_make  # type: ignore[method-assign, assignment]
+
+
+def _make_variable(data: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:  # noqa: FBT001, FBT002 (its signature)
+    return data.detach().requires_grad_(requires_grad)
+
+
+def _make_tuple(tx: Any, variable: Any) -> Any:
+    """Return a captured iterable as a tuple; what Dynamo knows, and an edge of autograd's graph, as they are."""
+    if variable.is_tensor() or variable.python_type() in (list, tuple, dict, type(None), GradientEdge):
+        return variable
+    return BuiltinVariable(tuple).call_function(tx, [variable], {})
 
 
 def configure_dynamo_where(wanted: Callable[[InstructionTranslatorBase], bool], **settings: Any) -> None:

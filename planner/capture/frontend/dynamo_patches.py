@@ -39,11 +39,15 @@ from planner.torch_private.capture import (
     get_constant_key,
     get_source_name,
     infer_sizes_by_broadcasting,
+    read_arguments_of_gradients,
+    read_legacy_variables,
     read_names_of_torch,
 )
 from planner.torch_private.core import FunctionalTensor
 
 read_names_of_torch()
+read_arguments_of_gradients()
+read_legacy_variables()
 
 EndOfCapture = Callable[[Any, Any], object]  # called with the translator of a frame and the graph that was made of it
 

@@ -41,7 +41,7 @@ def points(number: int) -> tuple[Tensor]:
 
 
 def penalty(critic: nn.Module, x: Tensor) -> Tensor:
-    mixed = (x + x.flip(0)).requires_grad_(True)
+    mixed = torch.autograd.Variable(x + x.flip(0), requires_grad=True)
     scores = critic(mixed)
     (slope,) = grad(scores, mixed, torch.ones_like(scores), create_graph=True, retain_graph=True, only_inputs=True)
     return critic(x).mean() + 10 * (slope.norm(2, dim=1) - 1).square().mean()
@@ -69,9 +69,9 @@ def divergence(score: nn.Module, x: Tensor) -> Tensor:
 
 
 def curvature(net: nn.Module, x: Tensor) -> Tensor:
-    weights = list(net.parameters())
-    slopes = grad(net(x).square().mean(), weights, create_graph=True)
-    return grad(sum(slope.sum() for slope in slopes), weights[0], create_graph=True)[0].square().mean()
+    slopes = grad(net(x).square().mean(), net.parameters(), create_graph=True)
+    found = grad((slope.sum() for slope in slopes), filter(lambda w: w.ndim > 1, net.parameters()), create_graph=True)
+    return sum(each.square().mean() for each in found)
 
 
 def adversarial(net: nn.Module, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def adversarial(net: nn.Module, x: Tensor) -> Tensor:
 
 def unused(net: nn.Module, x: Tensor) -> Tensor:
     used, other = x.clone().requires_grad_(True), x.clone().requires_grad_(True)
-    slope, none = grad(net(used).sum(), (used, other), create_graph=True, allow_unused=True)
+    slope, none = grad(inputs=(t for t in (used, other)), outputs=net(used).sum(), create_graph=True, allow_unused=True)
     assert none is None
     return slope.square().mean()
 
@@ -91,7 +91,7 @@ def inner_loop(net: nn.Module, x: Tensor) -> Tensor:
     weights = dict(net.named_parameters())
     for _ in range(2):
         loss = functional_call(net, weights, (x,)).square().mean()
-        slopes = grad(loss, list(weights.values()), create_graph=True)
+        slopes = grad(loss, weights.values(), create_graph=True)
         weights = {name: w - 0.1 * slope for (name, w), slope in zip(weights.items(), slopes, strict=True)}
     return F.softplus(functional_call(net, weights, (x,))).mean()
 

@@ -234,3 +234,9 @@ BackgroundThread = _Thread | _Turn
 def measure_rest(clock: Clock) -> float:
     """Return the amount left until the limit."""
     return clock.limit - clock.now
+
+
+def poll(clock: Clock, work: float, should_stop: Callable[[], bool] | None) -> bool:
+    """Spend `work`, and return True at the limit of the clock, or if `should_stop` returns True."""
+    clock.spend(work)
+    return measure_rest(clock) <= 0 or (should_stop is not None and should_stop())

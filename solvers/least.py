@@ -52,25 +52,18 @@ class LeastBudgetBracket:
         return self.proved_bytes == self.found_bytes
 
 
-def bracket_least_budget(
-    graph: Graph,
-    *,
-    clock: Clock | None = None,
-    precision: float = 0.005,
-    should_stop: Callable[[], bool] | None = None,
-) -> LeastBudgetBracket:
+def bracket_least_budget(graph: Graph, *, clock: Clock | None = None, precision: float = 0.005) -> LeastBudgetBracket:
     """Bracket the least feasible budget of `graph`, to `precision` if time allows.
 
     Args:
         graph: the training step; schedules may use its transfers to the host.
         clock: limit of the search; None: 30 seconds.
         precision: stop when the bracket is at most this fraction of its upper end.
-        should_stop: polled; once True, the bracket so far is returned.
     """
     clock = clock or WallClock(30.0)
     whole = add_pass_ends(graph)
-    known = find_least_known(whole.graph, clock.start_part(_SLICE * clock.limit), should_stop=should_stop)
-    found = narrow_bracket(whole.graph, known, clock, precision=precision, should_stop=should_stop)
+    known = find_least_known(whole.graph, clock.start_part(_SLICE * clock.limit))
+    found = narrow_bracket(whole.graph, known, clock, precision=precision)
     return replace(found, schedule=whole.map_back(found.schedule))
 
 
@@ -80,8 +73,9 @@ def narrow_bracket(
     """Bracket the least feasible budget of a graph with its pass ends, from a schedule of it, by solves for less.
 
     Args:
-        graph, clock, precision, should_stop: as in ``bracket_least_budget``.
+        graph, clock, precision: as in ``bracket_least_budget``.
         known: the schedule to begin with.
+        should_stop: polled; once True, the bracket so far is returned.
     """
     should_stop = should_stop or (lambda: False)
     proved = bound_least_budget(*remove_offload(graph)).budget_bytes
@@ -107,8 +101,8 @@ def find_least_known(
     """Return the schedule of least peak that is found without solving a program; it proves nothing.
 
     Args:
-        graph: as in ``bracket_least_budget``.
-        clock, should_stop: likewise.
+        graph, clock: as in ``bracket_least_budget``.
+        should_stop: polled; once True, the best so far is returned.
         proved_bytes: the bound of ``bound_least_budget`` for the graph and its transfers, if known.
     """
     whole = add_pass_ends(graph)

@@ -5,7 +5,6 @@ produces a copy, which may be transferred to the main device at any later time, 
 receives it. So one more op of the program at the end of each pass reads these tensors; it takes no time and no memory.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from graphs.clocks import find_results_elsewhere
@@ -54,12 +53,8 @@ def add_pass_ends(graph: Graph) -> GraphWithPassEnds:
     rest = graph.ops[len(forward) : len(graph.program)]
     ops = [*forward, *_end(early, "forward pass", forward), *rest, *_end(late, "step", rest), *graph.ops[len(graph.program) :]]
     place = {op.id: i for i, op in enumerate(ops) if op.target != END}
-
-    def move(of: Iterable[int]) -> tuple[int, ...]:
-        return tuple(place[op] for op in of)
-
-    numbered = tuple(replace(op, id=i, replaces=move(op.replaces)) for i, op in enumerate(ops))
-    tensors = tuple(replace(t, producers=move(t.producers)) for t in graph.tensors)
+    numbered = tuple(replace(op, id=i, replaces=tuple(place[p] for p in op.replaces)) for i, op in enumerate(ops))
+    tensors = tuple(replace(t, producers=tuple(place[p] for p in t.producers)) for t in graph.tensors)
     return GraphWithPassEnds(
         graph, replace(graph, ops=numbered, tensors=tensors), tuple(None if op.target == END else op.id for op in ops)
     )

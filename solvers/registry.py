@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 
 from graphs.checks import check_plain
@@ -243,14 +244,12 @@ def get_solver(name: str) -> Solver:
     Raises:
         UsageError: unknown name; lists the known ones.
     """
-    entry = check_solver(name)
-    function = import_module(entry.module).solve
+    return partial(_solve, name, import_module(check_solver(name).module).solve)
 
-    def solve(request: Request) -> Result:
-        check_params(name, request.params)
-        if not entry.alternatives and not entry.devices:
-            check_plain(remove_offload(request.graph)[0] if entry.transfers else request.graph)
-        result: Result = function(request, **entry.arguments)
-        return result
 
-    return solve
+def _solve(name: str, function: Callable[..., Result], request: Request) -> Result:
+    entry = SOLVERS[name]
+    check_params(name, request.params)
+    if not entry.alternatives and not entry.devices:
+        check_plain(remove_offload(request.graph)[0] if entry.transfers else request.graph)
+    return function(request, **entry.arguments)

@@ -72,8 +72,9 @@ class Request:
         """Return True if the caller requests a stop or the clock has reached its limit."""
         return self.is_interrupted() or measure_rest(self.clock) <= 0
 
-    def explain_end(self) -> str:
-        """Return the reason for which the solve must end, the limit or an interruption; "" if it may go on."""
+    def explain_end(self, work: float = 0.0) -> str:
+        """Spend `work`, and return why the solve must end, the limit or an interruption; "" if it may go on."""
+        self.clock.spend(work)
         if measure_rest(self.clock) <= 0:
             return f"the limit of {self.clock.format_amount(self.clock.limit)} was reached"
         return "it was stopped" if self.is_interrupted() else ""

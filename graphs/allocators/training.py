@@ -71,18 +71,14 @@ def training_of(graph: Graph, schedule: Schedule, *, pool: str = DEVICE, library
     parameters = [tensor.size_bytes for tensor in held if tensor.kind is Kind.PARAMETER]
     optimizer = get_optimizer_memory(get_traced_optimizer(graph.provenance))
     measured = optimizer.state if isinstance(optimizer, MeasuredOptimizer) else None
-
-    def list_sizes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-        divided = (_divide(t.size_bytes, parameters) if t.kind in _FOR_ALL_PARAMETERS else [t.size_bytes] for t in tensors)
-        return tuple(chain.from_iterable(divided))
-
+    state = [tensor for tensor in held if tensor.kind is Kind.OPTIMIZER_STATE]
     moments = count_moments(graph)
     return Training(
         moments=moments,
-        static=list_sizes(tensor for tensor in held if tensor.kind is not Kind.OPTIMIZER_STATE),
+        static=_list_sizes([tensor for tensor in held if tensor.kind is not Kind.OPTIMIZER_STATE], parameters),
         buffers=buffers_of(graph, schedule, pool=pool, moments=moments),
         libraries=tuple(library_bytes),
-        state=measured or list_sizes(tensor for tensor in held if tensor.kind is Kind.OPTIMIZER_STATE),
+        state=measured or _list_sizes(state, parameters),
         temporaries=optimizer.list_temporary_sizes(parameters),
     )
 
@@ -112,6 +108,11 @@ def combine_passes(
             upper = last if buffer.upper == end else buffer.upper + (first if buffer.upper <= cut else second)
             buffers.append(replace(buffer, id=f"{buffer.id} of graph {number}", lower=lower, upper=upper))
     return Training(moments=moments, static=tuple(static), buffers=tuple(buffers), libraries=tuple(library_bytes))
+
+
+def _list_sizes(tensors: Iterable[Tensor], parameters: Sequence[int]) -> tuple[int, ...]:
+    divided = (_divide(t.size_bytes, parameters) if t.kind in _FOR_ALL_PARAMETERS else [t.size_bytes] for t in tensors)
+    return tuple(chain.from_iterable(divided))
 
 
 def _divide(size_bytes: int, parts: Sequence[int]) -> list[int]:

@@ -124,7 +124,7 @@ class _Log:
 
     def call(self, line: CallLine) -> None:
         """Execute CALL, followed for each result by MEMORY and ALIAS (the index of an argument, or -1)."""
-        bases, time_ns = self.find_storages("ARGS", line.args), self.parse_whole("TIME", line.time)
+        bases, time_ns = self.find_arguments(line.args), self.parse_whole("TIME", line.time)
         arguments = self.add_handles(line.args, bases)
         made: list[tuple[str, int]] = []
         views: list[tuple[str, Storage]] = []
@@ -154,7 +154,7 @@ class _Log:
 
     def mutate(self, line: MutateLine) -> None:
         """Execute MUTATE: the arguments at the positions in MUTATE get new storages, by copy on write."""
-        arguments = self.find_storages("ARGS", line.args)
+        arguments = self.find_arguments(line.args)
         if max(line.mutate, default=-1) >= len(arguments):
             self.refuse("MUTATE", f"a list of positions in ARGS, below {len(arguments)}")
         count = len(self.record.ops)
@@ -199,9 +199,9 @@ class _Log:
         """Return `bases`, the storages of `names`, and the tensors of 0 bytes of the views among them."""
         return [s for name, base in zip(names, bases, strict=True) for s in (base, self.handles.get(name)) if s is not None]
 
-    def find_storages(self, key: str, names: Names) -> list[Storage]:
-        """Return the storages that `names` refer to."""
-        return [self.find_storage(key, name) for name in names]
+    def find_arguments(self, names: Names) -> list[Storage]:
+        """Return the storages that the arguments `names` refer to."""
+        return [self.find_storage("ARGS", name) for name in names]
 
     def find_storage(self, key: str, name: str) -> Storage:
         """Return the storage that `name` refers to."""

@@ -289,13 +289,12 @@ class AddressSearch:
         rank, fitting, floor, kind = self._rank, self._fitting, state.floor, self._kind
         gains = 1.0, 1.0 + fitting, (1.0 + fitting) * (1.0 + fitting)
         sides = {floor[first - 1] if first else -1, floor[last] if last < len(floor) else -1}
-
-        def compute_value(u: int) -> float:
+        values: dict[int, float] = {}
+        for u in choices:
             v = kind[u]
             fits = (state.low[v] + self._size[u] in sides) + (self._upper[v] - self._lower[v] == last - first)
-            return -rank[u] * gains[fits]
-
-        choices.sort(key=compute_value)
+            values[u] = -rank[u] * gains[fits]
+        choices.sort(key=values.__getitem__)
 
     def _apply(self, u: int | None, section: int, raised: int | None, state: _State) -> int:
         """Place `u` at its lowest offset, or raise the floor of `section`. Returns 0 or a lower bound, as ``_follow_floor``."""

@@ -1,7 +1,6 @@
 """The memory of a step that runs in an arena: static memory, the arena, and buffers outside the arena."""
 
 from dataclasses import dataclass
-from itertools import filterfalse
 
 from graphs.addresses import Buffer, buffers_of, live_bytes
 from graphs.ir import Graph
@@ -49,13 +48,11 @@ class Needs:
     def of(cls, graph: Graph, schedule: Schedule, rules: ArenaRules, budget_bytes: int) -> "Needs":
         """Return the memory that `schedule` needs, with its buffers divided by `rules` into those in the arena and outside."""
         names = {graph.tensors[t].name for t in rules.outside}
-
-        def is_inside(buffer: Buffer) -> bool:
-            return buffer.size >= rules.least_bytes and not names & {buffer.id, buffer.id.rpartition("#")[0]}
-
-        buffers = buffers_of(graph, schedule, alignment=rules.alignment)
-        inside = tuple(filter(is_inside, buffers))
-        return cls(inside, live_bytes(tuple(filterfalse(is_inside, buffers))), graph.static_bytes, budget_bytes)
+        inside, outside = list[Buffer](), list[Buffer]()
+        for buffer in buffers_of(graph, schedule, alignment=rules.alignment):
+            fits = buffer.size >= rules.least_bytes and not names & {buffer.id, buffer.id.rpartition("#")[0]}
+            (inside if fits else outside).append(buffer)
+        return cls(tuple(inside), live_bytes(tuple(outside)), graph.static_bytes, budget_bytes)
 
     @property
     def capacity_bytes(self) -> int:

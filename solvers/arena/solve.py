@@ -8,6 +8,7 @@ had better bounds.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
@@ -109,16 +110,12 @@ class _Joint:
         self.solves += 1
         self.misfits = 0
         self._tell("planning schedule and addresses", None)
-
-        def tell(progress: SolveProgress) -> None:
-            self._tell(progress.activity, None if self.margins.now else progress.bound_s)
-
         return self.solve(
             replace(
                 request,
                 graph=add_margins(request.graph, self.margins.now),
                 clock=request.clock.start_part(share * measure_rest(request.clock)),
-                on_progress=tell,
+                on_progress=self._pass_on,
                 on_schedule=self._see,
             )
         )
@@ -135,6 +132,9 @@ class _Joint:
     def _tell(self, activity: str, bound_s: float | None) -> None:
         known = [bound for bound in (self.bound_s, bound_s) if bound is not None]
         self.request.tell(activity, None if self.best is None else self.best.time_s, max(known, default=None))
+
+    def _pass_on(self, progress: SolveProgress) -> None:
+        self._tell(progress.activity, None if self.margins.now else progress.bound_s)
 
     def _allot_part(self, limits: tuple[float, float]) -> Clock:
         share, most = limits
@@ -162,12 +162,8 @@ class _Joint:
         schedule = self._find_misfit(result)
         if schedule is None and not self.margins.now:
             return False
-
-        def enlarge(now: Margins) -> Margins:
-            assert schedule is not None  # which does not fit
-            return self._enlarge_margins(now, schedule)
-
-        return self.margins.learn(fits=None if result.schedule is None else schedule is None, more=enlarge)
+        fits = None if result.schedule is None else schedule is None
+        return self.margins.learn(fits=fits, more=partial(self._enlarge_margins, schedule))
 
     def _find_misfit(self, result: Result) -> Schedule | None:
         """Return the schedule of `result` if no addresses are found; the first that came up in the solve may have some then."""
@@ -181,11 +177,12 @@ class _Joint:
             self._take(seen[0], simulate(self.request.graph, seen[0]).time_s)
         return result.schedule
 
-    def _enlarge_margins(self, now: Margins, schedule: Schedule) -> Margins:
-        """Return larger margins than those `now`, at the ops that run while a buffer is above the capacity.
+    def _enlarge_margins(self, schedule: Schedule | None, now: Margins) -> Margins:
+        """Return larger margins than those `now`, at the ops that run while a buffer of `schedule` is above the capacity.
 
         They are what the arena has too much, and twice as much each time.
         """
+        assert schedule is not None  # it does not fit
         request = self.request
         needs = Needs.of(request.graph, schedule, self.rules, request.budget_bytes)
         found = solve_by(self._allot_part(_QUICK), needs.inside)

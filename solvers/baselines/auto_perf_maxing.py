@@ -26,6 +26,7 @@ close as possible to the fractions; ties are broken by recomputation time.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -215,14 +216,15 @@ def _build_program(cost: Sequence[float], upper: Sequence[float], integer: Seque
 def solve(request: Request) -> Result:
     """Return the fastest schedule of all rounds that fits; LIMIT if none does. The parameters are ``AutoPerfParams``."""
     params = request.get_params(AutoPerfParams())
-    what = "auto_perf_maxing"
+    generate = partial(_generate_trials, request, params)
+    settings = asdict(params)
+    return answer_by_offloading(request, "auto-perf-maxing", generate, what="auto_perf_maxing", settings=settings, by_blocks=True)
 
-    def generate_trials(offer: Offer) -> Iterator[Candidate]:
-        for way in find_blockings(offer.program):
-            for number, schedule in enumerate(_generate_rounds(offer, way.blocks, request, params), start=1):
-                yield Candidate(schedule, {**way.settings, "round": number})
 
-    return answer_by_offloading(request, "auto-perf-maxing", generate_trials, what=what, settings=asdict(params), by_blocks=True)
+def _generate_trials(request: Request, params: AutoPerfParams, offer: Offer) -> Iterator[Candidate]:
+    for way in find_blockings(offer.program):
+        for number, schedule in enumerate(_generate_rounds(offer, way.blocks, request, params), start=1):
+            yield Candidate(schedule, {**way.settings, "round": number})
 
 
 def _generate_rounds(offer: Offer, blocks: Sequence[str | None], request: Request, params: AutoPerfParams) -> Iterator[Schedule]:

@@ -13,6 +13,7 @@ Feasibility is not monotone in the budget. A failure proves nothing.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from graphs.schedule import Schedule
 from graphs.units import format_bytes
@@ -47,11 +48,7 @@ def solve(request: Request) -> Result:
         return answer_by_offloading(request, "delta", lambda _: (), what="DELTA", settings=asdict(params))
     trials: list[Candidate] = []
     failed: OnlineFailedError | None = None
-
-    def stop() -> str:
-        request.clock.spend(_WORK_PER_OP)
-        return request.explain_end()
-
+    stop = partial(request.explain_end, _WORK_PER_OP)
     for ahead in params.ahead:
         try:
             schedule = DeltaRun(offer, request.budget_bytes, ahead, params.thrash_factor, stop).run()

@@ -64,6 +64,10 @@ class PoetProgram(StageProgram):
         self.fetched: dict[tuple[int, int], int] = {}
         self.sent: dict[tuple[int, int], int] = {}
 
+    def keeps(self, t: int, x: int, values: Floats) -> bool:
+        """Return True if x is handed over to stage t in a solution."""
+        return get_value(self.s(0, t, x), values) > 0.5
+
     def count(self) -> int:
         """Return the number of decisions: R, S, and transfers that can serve a later stage."""
         offered = (x for t in range(self.ops) for x in self.iterate_passing(t) if x in self.offer.by_tensor)
@@ -161,25 +165,13 @@ def carry_out(model: PoetProgram, values: Floats, budget_bytes: int) -> Schedule
     offer: Offer = model.offer
     graph, device = offer.program, Device(offer, budget_bytes)
 
-    def stays(t: int, x: int) -> bool:
-        return get_value(model.s(0, t, x), values) > 0.5
-
-    def list_chosen(columns: dict[tuple[int, int], int], t: int) -> list[int]:
-        return [x for (stage, x), column in columns.items() if stage == t and values[column] > 0.5]
-
-    def let_go(x: int) -> None:
-        if x in device.host:
-            device.send(x)
-        else:
-            device.free(x)
-
     for t in range(model.ops):
-        for x in list_chosen(model.fetched, t - 1):
-            if stays(t, x) and x in device.host and x not in device.live:
+        for x in _list_chosen(model.fetched, t - 1, values):
+            if model.keeps(t, x, values) and x in device.host and x not in device.live:
                 device.make_room(offer.get_size_bytes(x))
                 device.fetch(x)
             device.recall(x)
-        for x in list_chosen(model.sent, t):
+        for x in _list_chosen(model.sent, t, values):
             if device.can_send(x):
                 device.send(x)
                 device.recall(x)
@@ -192,10 +184,14 @@ def carry_out(model: PoetProgram, values: Floats, budget_bytes: int) -> Schedule
             device.compute(i)
             wanted = {x for j in executed[place + 1 :] for x in graph.ops[j].inputs}
             for x in (*op.inputs, *op.outputs):
-                over = not graph.tensors[x].static and x not in graph.kept and x not in wanted and not stays(t + 1, x)
-                if over and x in device.live:
-                    let_go(x)
+                over = not graph.tensors[x].static and x not in graph.kept and x not in wanted
+                if over and not model.keeps(t + 1, x, values) and x in device.live:
+                    device.let_go(x)
         for x in sorted(device.live):
-            if device.has(x) and x not in graph.kept and not stays(t + 1, x):
-                let_go(x)
+            if device.has(x) and x not in graph.kept and not model.keeps(t + 1, x, values):
+                device.let_go(x)
     return device.schedule
+
+
+def _list_chosen(columns: dict[tuple[int, int], int], t: int, values: Floats) -> list[int]:
+    return [x for (stage, x), column in columns.items() if stage == t and values[column] > 0.5]

@@ -73,20 +73,21 @@ def generate_chain_trials(graph: Graph, budget_bytes: int, cuts: Cuts, most_stag
     times = table.best[0][len(stages) - 1]
     tried: dict[int, Candidate] = {}
 
-    def build_trial(slot: int) -> Candidate:
-        if slot not in tried:
-            settings = {"cuts": str(cuts), "stages": len(stages), "chain_bytes": slot * table.slot_bytes}
-            tried[slot] = Candidate(stages.schedule(table.plan(slot)), settings)
-        return tried[slot]
-
     low, high = int(np.argmax(np.isfinite(times))), table.slots
     while low < high:
         middle = -(-(low + high) // 2)
-        fits = simulate(graph, build_trial(middle).schedule).peak_bytes <= budget_bytes
+        tried[middle] = _build_trial(stages, table, cuts, middle)
+        fits = simulate(graph, tried[middle].schedule).peak_bytes <= budget_bytes
         low, high = (middle, high) if fits else (low, middle - 1)
     for slot in range(low, min(low + _BEYOND, table.slots) + 1):
-        build_trial(slot)
+        if slot not in tried:
+            tried[slot] = _build_trial(stages, table, cuts, slot)
     yield from tried.values()
+
+
+def _build_trial(stages: ForwardStages, table: "ChainTable", cuts: Cuts, slot: int) -> Candidate:
+    settings = {"cuts": str(cuts), "stages": len(stages), "chain_bytes": slot * table.slot_bytes}
+    return Candidate(stages.schedule(table.plan(slot)), settings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ was not in memory before, or if an executed op reads it. The schedule frees as e
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
@@ -163,12 +164,7 @@ def find_cheapest_executions(model: CheckmateProgram, handed: set[tuple[int, int
     R[t,i] = 1 if i = t, or an output x of i has S[t+1,x] = 1 and S[t,x] = 0, or an op j with R[t,j] = 1 reads an x with S[t,x] =
     0. Tensors that cannot be recomputed in stage t count as handed over to it.
     """
-    graph = model.graph
-
-    def is_present(t: int, x: int) -> bool:
-        made = model.made_at[x]
-        return made < t and (model.s(0, t, x) == ONE or (t, x) in handed or model.r(0, t, made) is None)
-
+    graph, is_present = model.graph, partial(_is_present, model, handed)
     order: list[int] = []
     for t in range(model.ops):
         wanted = {x for x in model.iterate_passing(t) if t + 1 < model.ops and is_present(t + 1, x) and not is_present(t, x)}
@@ -179,3 +175,8 @@ def find_cheapest_executions(model: CheckmateProgram, handed: set[tuple[int, int
                 wanted.update(x for x in graph.ops[i].inputs if not is_present(t, x))
         order += reversed(stage)
     return order
+
+
+def _is_present(model: CheckmateProgram, handed: set[tuple[int, int]], t: int, x: int) -> bool:
+    made = model.made_at[x]
+    return made < t and (model.s(0, t, x) == ONE or (t, x) in handed or model.r(0, t, made) is None)

@@ -419,11 +419,6 @@ def build_lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
     base = {t: (d, x) for d, place in enumerate(program.placement.places) for x, t in enumerate(place) if t is not None}
     there = {t.id for t in graph.tensors if t.static}
     steps: list[Step] = []
-
-    def go(t: int) -> None:
-        steps.append(Free(t))
-        there.remove(t)
-
     executed = list(_iterate_executed(program, values))
     for stage in range(program.ops):
         for turn in program.iterate_turns(stage):
@@ -431,17 +426,19 @@ def build_lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
                 if (where, when) == (stage, turn) and not (graph.ops[op].is_transfer and there.issuperset(graph.ops[op].outputs)):
                     steps.append(Compute(op))
                     there.update(graph.ops[op].outputs)
-            for t in sorted(there):
-                d, x = base[t]
-                freed = program.F.get((d, stage, x, turn))
-                if freed is not None and values[freed] > 0.5:
-                    go(t)
+            freed = {t: program.F.get((d, stage, x, turn)) for t in there for d, x in [base[t]]}
+            gone = [t for t, column in sorted(freed.items()) if column is not None and values[column] > 0.5]
+            steps += map(Free, gone)
+            there.difference_update(gone)
+        gone = []
         for t in sorted(there) if stage + 1 < program.ops else ():
             d, x = base[t]
             handed_on = program.S.get((d, stage + 1, x))
             stays = graph.tensors[t].static or t in graph.kept or program.capacity[d] is None
             if not stays and (handed_on is None or values[handed_on] < 0.5):
-                go(t)
+                gone.append(t)
+        steps += map(Free, gone)
+        there.difference_update(gone)
     return Schedule(_remove_unread(graph, steps))
 
 
@@ -548,12 +545,7 @@ def solve(request: Request, *, rule: str = XEngineRule.SERIAL) -> Result:
     Raises:
         GraphError: the graph has options other than placement.
     """
-
-    def finish(verdict: Verdict, settings: Mapping[str, object] = MappingProxyType({})) -> Result:
-        return build_result(
-            request, str(rule), verdict, settings={**request.settings, **settings}, versions={"highs": highs.read_version()}
-        )
-
+    finish = partial(_build_result, request, str(rule))
     overlapped = XEngineRule(rule) is XEngineRule.MAKESPAN
     params = request.get_params(XEngineParams())
     params = replace(params, stay=params.stay or overlapped)
@@ -590,6 +582,11 @@ def solve(request: Request, *, rule: str = XEngineRule.SERIAL) -> Result:
     if found.bound_s is not None:
         return finish(judge(request, found.schedule, found.bound_s), settings)
     return finish(Verdict(Status.FEASIBLE, found.schedule), settings)
+
+
+def _build_result(request: Request, rule: str, verdict: Verdict, settings: Mapping[str, object] = MappingProxyType({})) -> Result:
+    settings = {**request.settings, **settings}
+    return build_result(request, rule, verdict, settings=settings, versions={"highs": highs.read_version()})
 
 
 def _solve_overlapped(request: Request, serial: XEngineProgram, values: Floats, found: _Found) -> _Found | None:
@@ -645,12 +642,14 @@ def _fix_to_solution(known: XEngineProgram, values: Floats, program: XEngineProg
 def _solve_milp(
     milp: Milp, request: Request, clock: Clock, unit_s: float, tolerance: float, start: Floats | None = None
 ) -> Answer:
-    def tell(bound: float) -> None:
-        request.tell("solving XEngine's program", None, bound * unit_s)
-
+    tell = partial(_tell, request, unit_s)
     callbacks = SolveCallbacks(should_stop=request.is_interrupted, on_bound=tell, interrupted=request.is_interrupted)
     gap = tolerance * request.graph.time_s / unit_s
     return highs.solve_program(milp, clock=clock, absolute_gap=gap, start=start, callbacks=callbacks)
+
+
+def _tell(request: Request, unit_s: float, bound: float) -> None:
+    request.tell("solving XEngine's program", None, bound * unit_s)
 
 
 def _report_too_large(placement: Placement) -> Verdict:

@@ -1,13 +1,14 @@
 """The least peak that eviction rules reach."""
 
 from collections.abc import Callable
+from functools import partial
 
 from graphs.errors import ScheduleError
 from graphs.ir import Graph
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
 from solvers.bounds import bound_least_budget
-from solvers.clock import Clock, measure_rest
+from solvers.clock import Clock, poll
 from solvers.eviction.engine import WORK_PER_EVICTION, find_evicting_order
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionSettings
 from solvers.problem import build_problem
@@ -22,11 +23,7 @@ def find_least_evicting_schedule(
 
     The search stops at `proved_bytes`, by default the bound of ``solvers.bounds``.
     """
-
-    def has_ended() -> bool:
-        clock.spend(WORK_PER_EVICTION)
-        return measure_rest(clock) <= 0 or (should_stop is not None and should_stop())
-
+    has_ended = partial(poll, clock, WORK_PER_EVICTION, should_stop)
     problem = build_problem(graph, graph.static_bytes)
     bound = bound_least_budget(graph).budget_bytes if proved_bytes is None else proved_bytes
     best: Schedule | None = None

@@ -4,14 +4,16 @@ Known weakness: an order is judged by the peak of keeping everything and by the 
 the budget, which only a solve tells. On twelve models of the zoo, orders that did not lower that peak gained nothing.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from graphs.ir import Graph, Op
 from graphs.options import remove_options
 from graphs.schedule import Compute, Schedule
 from solvers.bounds import bound_least_budget
-from solvers.clock import Clock, measure_rest
+from solvers.clock import Clock, WorkClock, poll
 from solvers.order.peak import bound_any_order_peak_bytes, find_peak, keep_everything_peak_bytes
 from solvers.order.sifting import sift_ops
 from solvers.places import may_replace
@@ -73,11 +75,7 @@ def find_order(graph: Graph, clock: Clock | None = None, should_stop: Callable[[
         lost = any(_comes_in_time(graph, op) and not _comes_in_time(found.graph, op) for op in optional)
         return keep_program_order(graph) if lost else found
     before, after = list_constraints(graph)
-    work = _WORK_PER_MOVE * len(graph.ops)
-
-    def has_ended() -> bool:
-        return (clock is not None and _is_up(clock, work)) or (should_stop is not None and should_stop())
-
+    has_ended = partial(poll, clock or WorkClock(math.inf), _WORK_PER_MOVE * len(graph.ops), should_stop)
     order = sift_ops(graph, before, after, should_stop=has_ended)
     if order is None:
         return keep_program_order(graph)
@@ -93,11 +91,6 @@ def _comes_in_time(graph: Graph, op: int) -> bool:
     made = {t for p in alternative.replaces for t in graph.ops[p].outputs}
     between = graph.ops[alternative.replaces[0] : alternative.replaces[-1]]
     return all(p.id in alternative.replaces or made.isdisjoint(p.inputs) for p in between)
-
-
-def _is_up(clock: Clock, work: float) -> bool:
-    clock.spend(work)
-    return measure_rest(clock) <= 0
 
 
 def may_lower_peak(graph: Graph) -> bool:

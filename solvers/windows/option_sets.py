@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 from graphs.ir import Graph
@@ -20,23 +21,24 @@ def make_plain_parts(search: Search) -> list[Part]:
 
     Schedules of the latter count once those with transfers have been searched (``Incumbent.reserve``).
     """
-    whole, incumbent = search.problem.whole, search.incumbent
-
-    def take_out_of_place(trial: Trial) -> None:
-        """Take a trial as it is, and offer its order again with overwriting."""
-        incumbent.take(trial)
-        search.offer(trial.order)
-
-    def offer_moved(trial: Trial) -> None:
-        """Offer an order that was found with its transfers on the main device; here they are issued earlier."""
-        search.offer(trial.order)
-
-    parts = [Part(search, whole.out_of_place(), take_out_of_place)] if whole.writes_over_inputs else []
+    whole = search.problem.whole
+    parts = [Part(search, whole.out_of_place(), partial(_take_out_of_place, search))] if whole.writes_over_inputs else []
     if search.problem.placed and not search.problem.only_offloads:
-        parts.append(Part(search, _weigh_transfers(whole), offer_moved))
+        parts.append(Part(search, _weigh_transfers(whole), partial(_offer_again, search)))
     if search.problem.offloads:
-        parts.append(Part(search, search.problem.graph, incumbent.reserve))
+        parts.append(Part(search, search.problem.graph, search.incumbent.reserve))
     return parts
+
+
+def _take_out_of_place(search: Search, trial: Trial) -> None:
+    """Take a trial as it is, and offer its order again with overwriting."""
+    search.incumbent.take(trial)
+    _offer_again(search, trial)
+
+
+def _offer_again(search: Search, trial: Trial) -> None:
+    """Offer an order that was found with its transfers on the main device; here they are issued earlier."""
+    search.offer(trial.order)
 
 
 def _weigh_transfers(graph: Graph) -> Graph:

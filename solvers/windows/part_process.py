@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Self
 
@@ -113,42 +114,53 @@ def main() -> None:
     except (EOFError, OSError):
         return  # the parent is gone
     os.nice(task.nice)
-    inbox, best_s = Inbox(), float("inf")
-    sent: Trial | None = None
+    _Child(task, connection).run()
+    os._exit(0)  # whatever HiGHS has been left behind with
 
-    def listen() -> None:
-        nonlocal best_s
+
+class _Child:
+    """The search of a child process, and its messages from and to the parent."""
+
+    def __init__(self, task: PartTask, connection: Connection) -> None:
+        self.task, self.connection = task, connection
+        self.inbox, self.best_s = Inbox(), float("inf")
+        self.sent: Trial | None = None
+        clock = WallClock(task.limit)
+        request = Request(task.graph, task.budget_bytes, task.tolerance, clock, should_stop=self.send_best, params=task.params)
+        self.search = Search.of(request, may_start_processes=task.starts_others)
+
+    def run(self) -> None:
+        """Search, and report the end."""
+        threading.Thread(target=self.listen, daemon=True).start()
+        failure = ""
+        try:
+            self.task.run(self.search, self.inbox)
+        except Exception as error:  # noqa: BLE001 (the parent reports it)
+            failure = describe_error(error)
+        with suppress(OSError):
+            self.send_best()
+            self.connection.send(SearchEnd(self.search.models.largest, failure))
+
+    def listen(self) -> None:
+        """Receive what ``PartProcess.send`` sends, until the parent is gone."""
         try:
             while True:
-                match connection.recv():
+                match self.connection.recv():
                     case float(time_s):
-                        best_s = time_s
+                        self.best_s = time_s
                     case Trial() as trial:
-                        search.incumbent.take(trial)
+                        self.search.incumbent.take(trial)
                     case Order() as order:
-                        inbox.orders.append(order)
+                        self.inbox.orders.append(order)
                     case None:
-                        inbox.closed = True
+                        self.inbox.closed = True
         except (EOFError, OSError):
             os._exit(0)  # the parent is gone
 
-    def stop() -> bool:
-        nonlocal sent
-        if search.incumbent.best is not None and search.incumbent.best is not sent:
-            sent = search.incumbent.best
-            connection.send(sent)
-        return search.incumbent.bound_s >= best_s
-
-    clock = WallClock(task.limit)
-    request = Request(task.graph, task.budget_bytes, task.tolerance, clock, should_stop=stop, params=task.params)
-    search = Search.of(request, may_start_processes=task.starts_others)
-    threading.Thread(target=listen, daemon=True).start()
-    failure = ""
-    try:
-        task.run(search, inbox)
-    except Exception as error:  # noqa: BLE001 (the parent reports it)
-        failure = describe_error(error)
-    with suppress(OSError):
-        stop()
-        connection.send(SearchEnd(search.models.largest, failure))
-    os._exit(0)  # whatever HiGHS has been left behind with
+    def send_best(self) -> bool:
+        """Send the best schedule, if it is new; return True if the search cannot improve the whole."""
+        best = self.search.incumbent.best
+        if best is not None and best is not self.sent:
+            self.sent = best
+            self.connection.send(best)
+        return self.search.incumbent.bound_s >= self.best_s

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -46,18 +47,18 @@ def start_in_background(search: Search, function: Callable[[], object], *, nice:
     Args:
         nice: steps of lower priority, where threads have priorities.
     """
+    return search.clock.start(partial(_run_nicely, search, function, nice))
 
-    def run() -> None:
-        if nice and sys.platform == "linux":
-            with suppress(OSError):
-                # Threads that it starts, such as HiGHS's, inherit this priority.
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + nice)
-        try:
-            function()
-        except Exception as error:  # noqa: BLE001
-            fail(search, describe_error(error))
 
-    return search.clock.start(run)
+def _run_nicely(search: Search, function: Callable[[], object], nice: int) -> None:
+    if nice and sys.platform == "linux":
+        with suppress(OSError):
+            # Threads that it starts, such as HiGHS's, inherit this priority.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + nice)
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001
+        fail(search, describe_error(error))
 
 
 def end_background(thread: BackgroundThread) -> None:

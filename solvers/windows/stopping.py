@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
-from solvers.clock import measure_rest
+from solvers.clock import measure_rest, poll
 from solvers.memory import read_resident_bytes
 from solvers.request import Request
 from solvers.result import is_within
@@ -53,15 +54,7 @@ class StoppingRule:
 
     def count_polls(self, work: float, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         """Return `should_stop` for polling after each amount `work`, which is counted."""
-        clock = self._clock
-        if not clock.counts_work:
-            return should_stop
-
-        def spend() -> bool:
-            clock.spend(work)
-            return should_stop()
-
-        return spend
+        return partial(poll, self._clock, work, should_stop) if self._clock.counts_work else should_stop
 
     def is_solved(self) -> bool:
         """Return True if the problem is proved infeasible or the gap is within the tolerance."""

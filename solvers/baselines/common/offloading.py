@@ -289,6 +289,13 @@ class Device:
         self.memory_bytes -= self.offer.get_size_bytes(t)
         self.steps.append(Free(t))
 
+    def let_go(self, t: int) -> None:
+        """Send tensor `t` if it has a copy on the host, and free it otherwise."""
+        if t in self.host:
+            self.send(t)
+        else:
+            self.free(t)
+
     def compute(self, op_id: int) -> None:
         """Execute an op of the program."""
         op = self.offer.program.ops[op_id]

@@ -15,6 +15,7 @@ evictions during a recomputation may undo it, so that a run is ended when it rec
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Self
 
 from graphs.ir import Graph, Op
@@ -331,11 +332,7 @@ def solve_online(
     graph, budget_bytes = request.graph, request.budget_bytes
     trials: list[Candidate] = []
     failures: list[OnlineFailedError] = []
-
-    def stop() -> str:
-        request.clock.spend(_WORK_PER_OP)
-        return request.explain_end()
-
+    stop = partial(request.explain_end, _WORK_PER_OP)
     for rule, own in rules:
         run = OnlineRun(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=stop)
         try:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -72,20 +73,26 @@ def solve_model(program: StageProgram, name: str, absolute_gap_s: float, request
         return Answer(Outcome.STOPPED, None, None, -np.inf, "no time left")
     if name != HIGHS:
         return _run_other(program, name, absolute_gap_s / program.unit_s, request)
-    best_s: float | None = None
-
-    def keep(values: Floats, objective: float) -> bool:
-        nonlocal best_s
-        best_s = program.convert_to_seconds(objective)
-        tell(-np.inf)
-        return False
-
-    def tell(bound: float) -> None:
-        request.tell("solving Checkmate's program", best_s, program.convert_to_seconds(bound))
-
-    callbacks = SolveCallbacks(request.is_stopped, keep, tell) if program.whole else SolveCallbacks(request.is_stopped)
+    reports = _Reports(program, request)
+    watch = SolveCallbacks(request.is_stopped, reports.keep, reports.tell)
+    callbacks = watch if program.whole else SolveCallbacks(request.is_stopped)
     gap = absolute_gap_s / program.unit_s
     return highs.solve_program(program.build_milp(), clock=request.clock, absolute_gap=gap, callbacks=callbacks)
+
+
+@dataclass(slots=True)
+class _Reports:
+    program: StageProgram
+    request: Request
+    best_s: float | None = None
+
+    def keep(self, _: Floats, objective: float) -> bool:
+        self.best_s = self.program.convert_to_seconds(objective)
+        self.tell(-np.inf)
+        return False
+
+    def tell(self, bound: float) -> None:
+        self.request.tell("solving Checkmate's program", self.best_s, self.program.convert_to_seconds(bound))
 
 
 def _run_other(program: StageProgram, name: str, absolute_gap: float, request: Request) -> Answer:

@@ -119,35 +119,32 @@ class ForwardStages:
         Args:
             plan: each stage in order, then recomputations; saves every stage.
         """
-        graph = self.graph
         computed: list[int] = []
         saved, seen = [False] * len(self), [False] * len(self)
         steps = iter(plan)
-        ready = 0
-
-        def run(step: StageRun) -> None:
-            if not seen[step.stage]:
-                computed.extend(self.ops[step.stage])
-            elif step.saving:
-                made = (t for i in self.ops[step.stage] for t in graph.ops[i].outputs)
-                left = [t for t in made if t in self.reach and graph.consumers[t][-1] >= ready]
-                computed.extend(find_needed(graph, left, self.ops[step.stage], self.absent))
-            else:
-                computed.extend(self.list_advancing(step.stage))
-            seen[step.stage] = True
-            saved[step.stage] |= step.saving
-
-        for op in graph.ops:
+        for op in self.graph.ops:
             if op.phase is Phase.FORWARD:
                 continue
-            ready = op.id
-            for first, last in (self.reach[t] for t in op.inputs if t in self.reach):
-                while not any(saved[first : last + 1]):
-                    run(next(steps))
-            while not all(seen):
-                run(next(steps))
+            reach = [slice(first, last + 1) for first, last in (self.reach[t] for t in op.inputs if t in self.reach)]
+            while not (all(seen) and all(any(saved[stages]) for stages in reach)):
+                step = next(steps)
+                computed += self._list_run(step, op.id, again=seen[step.stage])
+                seen[step.stage] = True
+                saved[step.stage] |= step.saving
             computed.append(op.id)
         for step in steps:
             if not seen[step.stage]:
-                run(step)
-        return schedule_of(graph, computed)
+                seen[step.stage] = True
+                computed += self.ops[step.stage]
+        return schedule_of(self.graph, computed)
+
+    def _list_run(self, step: StageRun, ready: int, *, again: bool) -> Sequence[int]:
+        """Return the ops that a run of a stage executes; those before op `ready` have run, and read what they needed."""
+        ops = self.ops[step.stage]
+        if not again:
+            return ops
+        if not step.saving:
+            return self.list_advancing(step.stage)
+        made = (t for i in ops for t in self.graph.ops[i].outputs)
+        left = [t for t in made if t in self.reach and self.graph.consumers[t][-1] >= ready]
+        return find_needed(self.graph, left, ops, self.absent)

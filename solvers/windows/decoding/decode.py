@@ -63,17 +63,17 @@ class Trial:
 def read_solution(model: Model, values: Floats) -> Solution:
     """Return the binaries of a solution, rounded at one half (HiGHS has checked that they are integer)."""
     windows = len(model.discretization.ends)
-
-    def list_chosen(columns: dict[tuple[int, int], int], count: int) -> tuple[frozenset[int], ...]:
-        found: list[set[int]] = [set() for _ in range(count)]
-        for (k, x), column in columns.items():
-            if values[column] > 0.5:
-                found[k].add(x)
-        return tuple(map(frozenset, found))
-
     instead = frozenset(b for b, column in model.instead.items() if values[column] > 0.5)
-    taken = list_chosen(model.taken, windows)
-    return Solution(list_chosen(model.recomputed, windows), list_chosen(model.handed, windows + 1), taken=taken, instead=instead)
+    handed, taken = _list_chosen(model.handed, windows + 1, values), _list_chosen(model.taken, windows, values)
+    return Solution(_list_chosen(model.recomputed, windows, values), handed, taken=taken, instead=instead)
+
+
+def _list_chosen(columns: dict[tuple[int, int], int], count: int, values: Floats) -> tuple[frozenset[int], ...]:
+    found: list[set[int]] = [set() for _ in range(count)]
+    for (k, x), column in columns.items():
+        if values[column] > 0.5:
+            found[k].add(x)
+    return tuple(map(frozenset, found))
 
 
 def try_out(problem: Problem, order: Order) -> Trial:

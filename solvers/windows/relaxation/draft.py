@@ -11,7 +11,6 @@ from solvers.windows.relaxation.discretization import Discretization, Model
 _MEMORY_SCALE = 1e3  # the memory for produced tensors, in the units of the memory rows
 
 Family = Callable[["ModelDraft"], None]  # adds rows of one kind to a draft, and their own columns
-WindowFamily = Callable[["ModelDraft", int], None]  # the same for one window
 Terms = tuple[list[int], list[float]]  # columns, and for each its value in a row
 Sum = tuple[float, list[int], list[float]]  # a constant and terms
 NONE: Sum = (0.0, [], [])

@@ -10,6 +10,7 @@ end.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from solvers.problem import Problem
 from solvers.windows.relaxation.availability import (
@@ -20,14 +21,14 @@ from solvers.windows.relaxation.availability import (
 )
 from solvers.windows.relaxation.devices import add_kept, add_makespan, add_memory_elsewhere
 from solvers.windows.relaxation.discretization import Discretization, Model
-from solvers.windows.relaxation.draft import Family, ModelDraft, WindowFamily
+from solvers.windows.relaxation.draft import Family, ModelDraft
 from solvers.windows.relaxation.executed import add_executed_at_all
 from solvers.windows.relaxation.memory import add_memory_at_end, add_memory_inside, add_memory_of_recomputations
 from solvers.windows.relaxation.merged_windows import add_merged_windows
 from solvers.windows.relaxation.precedence import add_precedence_cuts
 from solvers.windows.relaxation.resources import add_resources
 from solvers.windows.relaxation.transfers import add_channels, add_offloads
-from solvers.windows.relaxation.variables import list_ops, make_variables
+from solvers.windows.relaxation.variables import list_ops, write_variables
 
 
 def build_relaxation(problem: Problem, discretization: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
@@ -38,9 +39,9 @@ def build_relaxation(problem: Problem, discretization: Discretization, should_st
     """
     return compose(
         ModelDraft(problem, discretization, should_stop=should_stop),
-        make_variables(list_ops),
+        partial(write_variables, list_ops),
         add_offloads,
-        window_rows,
+        write_window_rows,
         add_merged_windows,
         add_memory_inside,
         add_memory_of_recomputations,
@@ -59,19 +60,11 @@ def compose(draft: ModelDraft, *families: Family) -> Model:
     return draft.model()
 
 
-def make_window_family(*families: WindowFamily) -> Family:
-    """Return the family of rows that every window has, window by window."""
-
-    def add_rows(draft: ModelDraft) -> None:
-        for k in range(draft.windows):
-            for add in families:
-                add(draft, k)
-
-    return add_rows
-
-
-# Rows 1 to 5 of every program, and 16 and 17 with other devices.
-window_rows = make_window_family(
-    *(add_inputs_of_new, add_inputs_of_recomputed, add_beginnings_of_circles, add_hand_over, add_kept),
-    *(add_memory_at_end, add_memory_elsewhere),
-)
+def write_window_rows(draft: ModelDraft) -> None:
+    """Write rows 1 to 5 of every program, and 16 and 17 with other devices, window by window."""
+    for k in range(draft.windows):
+        for add in (
+            *(add_inputs_of_new, add_inputs_of_recomputed, add_beginnings_of_circles, add_hand_over, add_kept),
+            *(add_memory_at_end, add_memory_elsewhere),
+        ):
+            add(draft, k)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from solvers.windows.relaxation.draft import Family, ModelDraft
+from solvers.windows.relaxation.draft import ModelDraft
 
 RecomputableOps = Callable[[ModelDraft, int], Iterable[int]]  # ops that may be recomputed in a window, in program order
 
@@ -25,16 +25,12 @@ def list_ops(draft: ModelDraft, k: int) -> Iterable[int]:
     return range(draft.discretization.ends[k] + 1)
 
 
-def make_variables(recomputable: RecomputableOps) -> Family:
-    """Return the family of z, R, Q and S, with R and Q for the `recomputable` ops."""
-
-    def add_variables(draft: ModelDraft) -> None:
-        _add_alternatives(draft)
-        for k in range(draft.windows):
-            _add_recomputations(draft, k, recomputable(draft, k))
-            _add_handed(draft, k)
-
-    return add_variables
+def write_variables(recomputable: RecomputableOps, draft: ModelDraft) -> None:
+    """Write z, R, Q and S, with R and Q for the `recomputable` ops."""
+    _add_alternatives(draft)
+    for k in range(draft.windows):
+        _add_recomputations(draft, k, recomputable(draft, k))
+        _add_handed(draft, k)
 
 
 def _add_alternatives(draft: ModelDraft) -> None:

@@ -10,8 +10,8 @@ the bound is that of one program with all alternatives.
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -118,7 +118,7 @@ class Branches(Strategy):
             # The best schedule may have decided otherwise, and then is no solution of the branch.
             from_best=not branch.discretization.decided,
             prove=lambda overhead: self._prove(branch, overhead),
-            should_stop=self._is_of_no_use(branch),
+            should_stop=partial(self._is_of_no_use, branch),
         )
         if result is None or search.stopping.is_solved() or branch.bound == np.inf:
             return
@@ -138,14 +138,10 @@ class Branches(Strategy):
         branch.bound = max(branch.bound, overhead)
         self.search.incumbent.prove(min(other.bound for other in self.all))
 
-    def _is_of_no_use(self, branch: Branch) -> Callable[[], bool]:
-        """Return a function that is True if the branch cannot improve the best schedule by more than the tolerance."""
-        search, base_s = self.search, self.search.problem.base_s
-
-        def is_above() -> bool:
-            return is_within(search.incumbent.best_s, base_s * (1 + branch.bound / OBJECTIVE_SCALE), search.stopping.tolerance)
-
-        return is_above if branch.discretization.decided else lambda: False
+    def _is_of_no_use(self, branch: Branch) -> bool:
+        """Return True if a branch with decisions cannot improve the best schedule by more than the tolerance."""
+        search, bound_s = self.search, self.search.problem.base_s * (1 + branch.bound / OBJECTIVE_SCALE)
+        return bool(branch.discretization.decided) and is_within(search.incumbent.best_s, bound_s, search.stopping.tolerance)
 
     def _find_undecided(self, branch: Branch, result: RelaxationResult) -> Alternatives:
         """Return the alternatives of the heavy place at which the solution exceeds the budget most, unless decided."""

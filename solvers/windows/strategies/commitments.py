@@ -8,8 +8,9 @@ best one was never solved for long.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Protocol, Self
 
@@ -147,22 +148,18 @@ class Commitments:
 
     def lift_from(self, part: Graph) -> Callable[[Trial], None]:
         """Return a function that offers a schedule of `part`, the graph without some ops, as one of the whole graph."""
-        problem = self.search.problem
-        of_whole = PartOf(problem.whole, part)
+        return partial(self._lift, PartOf(self.search.problem.whole, part), find_places(remove_offload(part)[0]).ids)
+
+    def _lift(self, part: PartOf, own: Sequence[int], trial: Trial) -> None:
+        problem, schedule = self.search.problem, part.schedule(trial.schedule)
         place = {op: i for i, op in enumerate(problem.places.ids)}
-        own = find_places(remove_offload(part)[0]).ids
-
-        def lift(trial: Trial) -> None:
-            schedule = of_whole.schedule(trial.schedule)
-            executed = [op for op in schedule.computed if problem.whole.ops[op].stream not in {DEVICE_TO_HOST, HOST_TO_DEVICE}]
-            if any(op not in place for op in executed):
-                return
-            instead = frozenset(place[of_whole.ops[own[i]]] for i in trial.order.instead)
-            reloads = frozenset((of_whole.tensors[t], position) for t, position in trial.order.reloads)
-            order = order_of(problem, [place[op] for op in executed], reloads, instead)
-            self.search.incumbent.take(replace(trial, order=order, schedule=schedule, ends=()))
-
-        return lift
+        executed = [op for op in schedule.computed if problem.whole.ops[op].stream not in {DEVICE_TO_HOST, HOST_TO_DEVICE}]
+        if any(op not in place for op in executed):
+            return
+        instead = frozenset(place[part.ops[own[i]]] for i in trial.order.instead)
+        reloads = frozenset((part.tensors[t], position) for t, position in trial.order.reloads)
+        order = order_of(problem, [place[op] for op in executed], reloads, instead)
+        self.search.incumbent.take(replace(trial, order=order, schedule=schedule, ends=()))
 
     def learn(self, orders: Orders) -> None:
         """Commit to the best schedules and to the orders that have arrived."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -83,11 +84,7 @@ class TightEviction(Strategy):
             return False
         began = search.clock.now
         until = began + limit
-
-        def has_ended() -> bool:
-            search.progress.tell()
-            return search.incumbent.best is not None or search.clock.now > until or search.stopping.is_stopped()
-
+        has_ended = partial(self._has_ended, until)
         should_stop = search.stopping.count_polls(WORK_PER_EVICTION, has_ended)
         for rule in add_prices(search.problem, (*rules, *TIGHT_RULES)):
             if should_stop():
@@ -101,6 +98,11 @@ class TightEviction(Strategy):
         if least is not None and not should_stop():
             offer_program(search, least.computed)
         return False
+
+    def _has_ended(self, until: float) -> bool:
+        search = self.search
+        search.progress.tell()
+        return search.incumbent.best is not None or search.clock.now > until or search.stopping.is_stopped()
 
 
 class Imitation(Strategy):

@@ -12,6 +12,7 @@ by luck. With both transfers to the host and optional ops it does not apply: wit
 from abc import abstractmethod
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -131,15 +132,8 @@ class RestrictedModel:
             return True
         model = self.model()
         search.progress.tell(f"searching in {len(self.discretization.ends)} windows")
-
-        def try_solution(values: Floats, objective: float) -> bool:
-            # A schedule far from the best is found quickly, and better than none.
-            if search.incumbent.best is None:
-                self.offer_solution(model, read_solution(model, values))
-            return False
-
         gap = _SETTLE_GAP * search.stopping.tolerance
-        answer = solve_for_schedules(search, model.program, limit, gap=gap, on_incumbent=try_solution)
+        answer = solve_for_schedules(search, model.program, limit, gap=gap, on_incumbent=partial(self._try_solution, model))
         if answer.outcome is Outcome.INFEASIBLE:
             return not self.allow_more_candidates()
         if answer.values is None:
@@ -148,6 +142,12 @@ class RestrictedModel:
         if trial is not None:
             self.settle(trial)
         return answer.outcome is Outcome.OPTIMAL and model.discretization == self.discretization
+
+    def _try_solution(self, model: Model, values: Floats, _: float) -> bool:
+        # A schedule far from the best is found quickly, and better than none.
+        if self.search.incumbent.best is None:
+            self.offer_solution(model, read_solution(model, values))
+        return False
 
     def encode_best(self) -> EncodedTrial:
         """Return the best schedule as a solution of the restricted model."""

@@ -7,6 +7,7 @@ which offloaded tensors have no size but count in the workspaces of their ops.
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -39,19 +40,18 @@ class OffloadedOrders(Strategy):
 
     def step(self, limit: float) -> bool:
         """Offer such orders for about `limit`; return False."""
-        search, until = self.search, self.search.clock.now + limit
-
-        def has_ended() -> bool:
-            search.progress.tell("offloading tensors that are not needed soon")
-            return search.stopping.is_enough() or search.clock.now > until
-
-        for order in generate_offloaded_orders(
-            search.problem, should_stop=search.stopping.count_polls(WORK_PER_EVICTION, has_ended)
-        ):
+        search = self.search
+        has_ended = partial(self._has_ended, search.clock.now + limit)
+        should_stop = search.stopping.count_polls(WORK_PER_EVICTION, has_ended)
+        for order in generate_offloaded_orders(search.problem, should_stop=should_stop):
             if has_ended():
                 break
             search.offer(order)
         return False
+
+    def _has_ended(self, until: float) -> bool:
+        self.search.progress.tell("offloading tensors that are not needed soon")
+        return self.search.stopping.is_enough() or self.search.clock.now > until
 
 
 def generate_offloaded_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> Iterator[Order]:

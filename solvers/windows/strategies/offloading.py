@@ -8,6 +8,7 @@ channel time then allow removing transfers and recomputations (``Polishing``).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -56,20 +57,20 @@ class CoarseVariations(SteppedStrategy):
 
 def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
     """Offer the solutions of `model` that may be the best, as they are and with recomputation in place of waits."""
-    problem, discretization = search.problem, model.discretization
-    below = problem.convert_to_units(search.incumbent.best_s - problem.base_s)
-
-    def try_solution(values: Floats, objective: float) -> bool:
-        solution = read_solution(model, values)
-        known.learn(solution)
-        order = decode(problem, discretization, solution)
-        if objective < below and (trial := search.offer(order, discretization)) is not None:
-            offer_without_waits(search, trial)
-        return False
-
+    below = search.problem.convert_to_units(search.incumbent.best_s - search.problem.base_s)
+    try_solution = partial(_try_solution, search, model, known, below)
     answer = solve_for_schedules(search, model.program, _LIMIT, gap=_GAP, below=below, on_incumbent=try_solution)
     if answer.values is not None and answer.objective is not None:
         try_solution(answer.values, answer.objective)
+
+
+def _try_solution(search: Search, model: Model, known: CandidateSet, below: float, values: Floats, objective: float) -> bool:
+    solution = read_solution(model, values)
+    known.learn(solution)
+    order = decode(search.problem, model.discretization, solution)
+    if objective < below and (trial := search.offer(order, model.discretization)) is not None:
+        offer_without_waits(search, trial)
+    return False
 
 
 def offer_without_waits(search: Search, trial: Trial) -> None:

@@ -58,24 +58,31 @@ def solve_for_schedules(
         on_incumbent: as in ``solvers.highs.program.SolveCallbacks``.
     """
     search.clock.spend(_WORK_PER_ENTRY * program.matrix.nnz)  # of its construction
-    bound = -np.inf
-
-    def note_bound(value: float) -> None:
-        nonlocal bound
-        bound = value
-        search.progress.tell()
-
-    def stop() -> bool:
-        return search.stopping.is_enough() or bound >= below
-
+    watch = _Watch(search, below)
     return solve_program(
         program,
         clock=search.clock.start_part(limit),
         absolute_gap=gap * OBJECTIVE_SCALE,
         start=start,
-        callbacks=SolveCallbacks(stop, on_incumbent, note_bound, search.stopping.is_interrupted),
+        callbacks=SolveCallbacks(watch.should_stop, on_incumbent, watch.note_bound, search.stopping.is_interrupted),
         options={"mip_pscost_minreliable": _PSCOST_MINRELIABLE},
     )
+
+
+@dataclass(slots=True)
+class _Watch:
+    """The end of a program that finds schedules: once its bound is at least `below`, or better ones need not be searched."""
+
+    search: Search
+    below: float
+    bound: float = -np.inf
+
+    def note_bound(self, bound: float) -> None:
+        self.bound = bound
+        self.search.progress.tell()
+
+    def should_stop(self) -> bool:
+        return self.search.stopping.is_enough() or self.bound >= self.below
 
 
 class Relaxation(Strategy):
@@ -159,8 +166,8 @@ def solve_relaxation(
         model = _build(search, discretization)
     except BuildStoppedError:
         return None
-    prove, should_stop = prove or search.incumbent.prove, should_stop or (lambda: False)
-    return _solve_model(search, model, clock, from_best=from_best, prove=prove, should_stop=should_stop)
+    latest = (model.discretization, None)
+    return _Solving(search, model, prove or search.incumbent.prove, should_stop, latest).run(clock, from_best=from_best)
 
 
 def solve_linear_relaxation(search: Search, discretization: Discretization) -> tuple[float, dict[int, float]]:
@@ -182,51 +189,57 @@ def _build(search: Search, discretization: Discretization) -> Model:
     return build_relaxation(search.problem, discretization, stopped)
 
 
-def _solve_model(
-    search: Search,
-    model: Model,
-    clock: Clock,
-    *,
-    from_best: bool,
-    prove: Callable[[float], None],
-    should_stop: Callable[[], bool],
-) -> RelaxationResult:
-    latest: list[tuple[Discretization, Trial | None]] = [(model.discretization, None)]
-    search.models.note_size(model.program.matrix.shape)
+@dataclass(slots=True)
+class _Solving:
+    """The solution of one model.
 
-    def try_solution(values: Floats, objective: float) -> bool:
-        solution = read_solution(model, values)
-        search.models.solutions.append((model.discretization, solution))
-        latest[0] = _offer(search, model, solution)
-        return search.stopping.is_satisfied()
+    Attributes:
+        search, model: the search, and the model.
+        prove, should_stop: as in ``solve_relaxation``.
+        latest: the discretization of the last solution, refined, and its trial.
+    """
 
-    def note_bound(overhead: float) -> None:
+    search: Search
+    model: Model
+    prove: Callable[[float], None]
+    should_stop: Callable[[], bool] | None
+    latest: tuple[Discretization, Trial | None]
+
+    def run(self, clock: Clock, *, from_best: bool) -> RelaxationResult:
+        """Solve the model and offer its solutions."""
+        search, model, stopping = self.search, self.model, self.search.stopping
+        search.models.note_size(model.program.matrix.shape)
+        start = None
+        # A schedule with both optional ops and offloading has values only in the model of its plain graph.
+        if from_best and search.incumbent.best is not None and (search.problem.places.plain or not search.problem.offloads):
+            start = start_values(model, encode_trial(search.problem, model.discretization, search.incumbent.best))
+        answer = solve_program(
+            model.program,
+            clock=clock,
+            absolute_gap=(CLOSE_GAP if stopping.is_solved() else _INNER_GAP) * stopping.tolerance * OBJECTIVE_SCALE,
+            start=start,
+            callbacks=SolveCallbacks(self.has_ended, self.try_solution, self.note_bound, stopping.is_interrupted),
+        )
+        give_back()
+        self.prove(np.inf if answer.outcome is Outcome.INFEASIBLE else answer.bound)
+        if answer.values is not None:
+            self.try_solution(answer.values, 0.0)
+        return RelaxationResult(answer.outcome, *self.latest)
+
+    def has_ended(self) -> bool:
+        stopping = self.search.stopping
+        return stopping.is_enough() or stopping.is_out_of_memory() or (self.should_stop is not None and self.should_stop())
+
+    def try_solution(self, values: Floats, _: float) -> bool:
+        solution = read_solution(self.model, values)
+        self.search.models.solutions.append((self.model.discretization, solution))
+        self.latest = _offer(self.search, self.model, solution)
+        return self.search.stopping.is_satisfied()
+
+    def note_bound(self, overhead: float) -> None:
         if np.isfinite(overhead):
-            prove(overhead)
-        search.progress.tell()
-
-    start = None
-    # A schedule with both optional ops and offloading has values only in the model of its plain graph.
-    if from_best and search.incumbent.best is not None and (search.problem.places.plain or not search.problem.offloads):
-        start = start_values(model, encode_trial(search.problem, model.discretization, search.incumbent.best))
-    answer = solve_program(
-        model.program,
-        clock=clock,
-        absolute_gap=(CLOSE_GAP if search.stopping.is_solved() else _INNER_GAP) * search.stopping.tolerance * OBJECTIVE_SCALE,
-        start=start,
-        callbacks=SolveCallbacks(
-            lambda: search.stopping.is_enough() or search.stopping.is_out_of_memory() or should_stop(),
-            try_solution,
-            note_bound,
-            search.stopping.is_interrupted,
-        ),
-    )
-    give_back()
-    prove(np.inf if answer.outcome is Outcome.INFEASIBLE else answer.bound)
-    if answer.values is not None:
-        try_solution(answer.values, 0.0)
-    finer, trial = latest[0]
-    return RelaxationResult(answer.outcome, finer, trial)
+            self.prove(overhead)
+        self.search.progress.tell()
 
 
 def _offer(search: Search, model: Model, solution: Solution) -> tuple[Discretization, Trial | None]:

@@ -13,6 +13,7 @@ for all the windows between two uses, see ``variables.py``.
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from heapq import heapify, heappop, heappush
 
 from solvers.problem import Problem
@@ -24,10 +25,10 @@ from solvers.windows.relaxation.draft import Family, ModelDraft, Terms
 from solvers.windows.relaxation.executed import add_executed_at_all
 from solvers.windows.relaxation.in_stage import add_memory_in_order
 from solvers.windows.relaxation.memory import add_memory_inside, add_memory_of_recomputations
-from solvers.windows.relaxation.models import compose, window_rows
+from solvers.windows.relaxation.models import compose, write_window_rows
 from solvers.windows.relaxation.resources import add_resources
 from solvers.windows.relaxation.transfers import add_channels, add_offloads
-from solvers.windows.relaxation.variables import make_variables
+from solvers.windows.relaxation.variables import write_variables
 
 _CANDIDATES, _FEW_CANDIDATES = 2_000, 15  # recomputations that may be needed before an op, times windows; at least
 
@@ -72,7 +73,8 @@ def build_restricted(problem: Problem, discretization: Discretization, known: Ca
 def list_restricted_families(known: CandidateSet) -> tuple[Family, ...]:
     """Return the families of its rows, without merged windows, which serve bounds and enlarge the model."""
     return (
-        *(make_variables(_Near(known)), add_offloads, window_rows, add_memory_inside, add_memory_of_recomputations),
+        *(partial(write_variables, _Near(known)), add_offloads, write_window_rows),
+        *(add_memory_inside, add_memory_of_recomputations),
         *(add_memory_in_order, add_channels, add_executed_at_all, add_resources, add_makespan),
     )
 

@@ -30,12 +30,7 @@ class StateSpace(Strategy):
     def step(self, limit: float) -> bool:
         """Search all states, and record the schedule and the proof; return False."""
         search, incumbent, problem = self.search, self.search.incumbent, self.search.problem
-
-        def has_ended() -> bool:
-            search.progress.tell("searching all states")
-            return search.stopping.is_stopped()
-
-        should_stop = search.stopping.count_polls(_WORK_PER_STATES, has_ended)
+        should_stop = search.stopping.count_polls(_WORK_PER_STATES, self._has_ended)
         found = find_shortest(problem, search.params.bound.max_states, below_s=incumbent.best_s, should_stop=should_stop)
         offer_program(search, found.computed)
         if found.decided and incumbent.best is None:
@@ -43,6 +38,10 @@ class StateSpace(Strategy):
         elif problem.base_s > 0:
             incumbent.raise_bound((found.bound_s / problem.base_s - 1) * OBJECTIVE_SCALE)
         return False
+
+    def _has_ended(self) -> bool:
+        self.search.progress.tell("searching all states")
+        return self.search.stopping.is_stopped()
 
 
 @dataclass(frozen=True, slots=True)

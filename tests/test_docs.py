@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -274,6 +275,7 @@ def test_the_search_knows_these_words_and_ranks_guides_before_results(tmp_path: 
     assert boosts["guides"] > boosts["limits"] > boosts["results"] == boosts["examples"] == boosts["CHANGELOG"]
 
 
+@cache
 def messages() -> list[str]:
     """Return the texts in the sources; what is put into one stands as a zero byte."""
     found = []

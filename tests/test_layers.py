@@ -22,18 +22,18 @@ def private_names(source: str) -> list[str]:
     Attributes count where they are read from what an import of torch gave, a module or a class; not those of other objects,
     whose types are not known here.
     """
-    tree = ast.parse(source)
+    nodes = list(ast.walk(ast.parse(source)))
     imported: dict[str, str] = {}  # names in the module: what they are in torch
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             of_torch = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
             imported |= {alias.asname or "torch": alias.name if alias.asname else "torch" for alias in of_torch}
         elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "torch":
             imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    found = {name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in (alias.name for alias in node.names)}
+    found = {name for node in nodes if isinstance(node, ast.Import) for name in (alias.name for alias in node.names)}
     found = {name for name in found if name.split(".")[0] == "torch"} | set(imported.values())
-    for node in ast.walk(tree):
-        owner, *attributes = _dotted(node)
+    for node in nodes:
+        owner, *attributes = _dotted(node) if isinstance(node, ast.Attribute) else [""]
         if attributes and owner in imported:
             found.add(".".join((imported[owner], *attributes)))
     return sorted(name for name in found if re.search(r"\._(?!_)", name) and not name.startswith("torch.ops.aten."))

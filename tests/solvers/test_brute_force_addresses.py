@@ -24,7 +24,7 @@ from solvers.windows import solve
 from tests.support.solvers.answers import SLACK, TOLERANCE, ask
 from tests.support.solvers.brute_force import may_repeat
 
-FEW = settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 MANY = settings(FEW, max_examples=2000)
 SEEDS = [5, 8, 9, 23, 29, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 3, 12, 15, 19))]
 CASES = {

@@ -65,7 +65,7 @@ def test_relaxations_in_one_window_and_in_all_are_no_higher_than_the_best_schedu
     assert seen["proved infeasible"] >= 2 and 2 * seen["exact"] >= seen["feasible"] >= len(seeds), seen
 
 
-@pytest.mark.parametrize("seeds", [range(1000, 1023), pytest.param(range(1000, 1030), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(1000, 1010), pytest.param(range(1000, 1030), marks=pytest.mark.slow)], ids=str)
 def test_solve_with_placement_agrees_with_brute_force(seeds: range) -> None:
     seen: Counter[str] = Counter()
     for seed in seeds:
@@ -90,7 +90,7 @@ def test_solve_with_placement_agrees_with_brute_force(seeds: range) -> None:
             assert result.time_s <= expected + 2 * CLOSE, seed
             seen["optimal"] += 1
         seen["placed"] += any(graph.ops[op].replaces for op in result.schedule.computed)
-    assert seen["infeasible"] >= 2 and seen["optimal"] >= 10 and seen["placed"] >= 10, seen
+    assert seen["infeasible"] >= 1 and min(seen["optimal"], seen["placed"]) >= 0.4 * len(seeds), seen
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_results_of_the_forward_pass_come_before_the_backward_pass() -> None:
 
 def test_schedules_with_all_choices_at_once_are_none_that_a_bound_excludes() -> None:
     compared = 0
-    for seed in range(12):
+    for seed in range(6):
         step = found_in_a_step(seed, 3 + seed % 4)
         graph = apply_options(step, BESIDE, around(step, *(("second", "third") if seed % 3 == 0 else ("second",))))
         schedule = any_schedule(graph, seed)
@@ -139,4 +139,4 @@ def test_schedules_with_all_choices_at_once_are_none_that_a_bound_excludes() -> 
             assert answer.outcome is not Outcome.INFEASIBLE, (seed, ends)
             assert answer.bound <= problem.convert_to_units(judged.time_s - problem.base_s) * (1 + 1e-5) + 1e-3, (seed, ends)
             compared += 1
-    assert compared >= 16
+    assert compared >= 8

@@ -21,7 +21,7 @@ from tests.support.budgets import budget_at
 
 GRAPH = draw_training_step(2, 80)
 BUDGET = budget_at(GRAPH, 0.25)
-LIMIT = 4.0
+LIMIT = 1.0
 
 
 @pytest.mark.parametrize("make", [WallClock, WorkClock])

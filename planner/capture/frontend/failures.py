@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from functools import cache
+from traceback import clear_frames
 
 import torch
 
@@ -84,6 +85,7 @@ def build_failure(error: Exception, step: TrainingStep, batch: Batch, branches: 
         return _build_trace_error(message, error)
     with run_on_fakes(step, batch) as run:
         found = _find_raised(run)
+        _clear_locals(found)
     if isinstance(found, TraceError):
         return _build_trace_error(str(found), error)
     is_fake = any(isinstance(tensor, FakeTensor) for tensor in (*step.parameters(), *list_leaves(batch)))
@@ -134,6 +136,16 @@ def _find_raised(run: Callable[[], object]) -> Exception | None:
     except Exception as error:  # noqa: BLE001  # whatever it is
         return error
     return None
+
+
+def _clear_locals(error: BaseException | None) -> None:
+    """Clear the local variables of the frames that raised `error`.
+
+    They hold fake tensors, as caches of functions may, for which all objects of the process would be searched.
+    """
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _is_users(error: Exception) -> bool:

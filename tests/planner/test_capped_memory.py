@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli import PATIENCE_S, run_python
 from tests.support.distributed import on_two
 from tests.support.memory_limits import front_ends
+from tests.support.processes import run_apart
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of the process's memory are those of Linux")
 
@@ -23,8 +23,7 @@ def run_alone(check: str) -> None:
             pytest.skip(f"needs {module}")
     if check in _COMPILING and shutil.which("g++") is None:
         pytest.skip("needs g++")
-    run = run_python("-m", "tests.support.memory_limits.front_ends", check, timeout=2 * PATIENCE_S)
-    assert run.returncode == 0, run.stderr
+    run_apart(getattr(front_ends, check))
 
 
 _ELSEWHERE = (

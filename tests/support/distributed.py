@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.budgets import half_way_known
+from tests.support.processes import FORKSERVER
 
 
 def on_two(checks: tuple[Callable[[int], None], ...], folder: Path) -> None:
@@ -19,11 +20,12 @@ def on_two(checks: tuple[Callable[[int], None], ...], folder: Path) -> None:
 
 def on_processes(count: int, checks: tuple[Callable[[int], None], ...], folder: Path) -> None:
     """Call each of `checks` with its rank, on `count` processes; what fails there fails here."""
-    torch.multiprocessing.spawn(_fork, (count, checks, str(folder / "store")), nprocs=1)
+    given = (count, checks, str(folder / "store"))
+    torch.multiprocessing.start_processes(_fork, given, nprocs=1, start_method=FORKSERVER)
 
 
 def _fork(_: int, count: int, checks: tuple[Callable[[int], None], ...], store: str) -> None:
-    """All of them, of a process that has imported what `checks` need, which takes seconds, and has started no thread yet."""
+    """Start all of them from a process that has imported the rest of what `checks` need, and has started no thread yet."""
     torch.multiprocessing.start_processes(_worker, (count, checks, store), nprocs=count, start_method="fork")
 
 

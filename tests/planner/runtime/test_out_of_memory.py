@@ -21,10 +21,10 @@ from planner.capture.trace import capture
 from planner.runtime import out_of_memory
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import report_errors
-from tests.support.cli import run_python
-from tests.support.memory_limits.steps import CHECKS
+from tests.support.memory_limits.steps import CHECKS, run_check
 from tests.support.models.placed import SECOND, on_pools, placed_at_random, profiled, undone_and_right_again
 from tests.support.models.steps import capture_of, make, random_schedule
+from tests.support.processes import run_apart
 
 CUDA_MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is free. Of the "
@@ -37,8 +37,7 @@ CUDA_MESSAGE = (
     "check", [check if check == "both_passes" else pytest.param(check, marks=pytest.mark.slow) for check in CHECKS]
 )
 def test_a_step_under_a_limit_of_memory(check: str) -> None:
-    run = run_python("-m", "tests.support.memory_limits.steps", check)
-    assert run.returncode == 0, run.stderr
+    run_apart(run_check, check)
 
 
 class Failing:

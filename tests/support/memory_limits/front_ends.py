@@ -1,4 +1,4 @@
-"""Front ends under a cap of the process's memory: ``python -m tests.support.memory_limits.front_ends CHECK`` runs a check.
+"""Checks of front ends under a cap of the process's memory.
 
 Eager PyTorch runs out of memory under the cap. Planning and training must work there, with the bits of eager PyTorch without
 a cap. A process of its own for each check: what one front end asks of the C library would help the next one.
@@ -6,7 +6,6 @@ a cap. A process of its own for each check: what one front end asks of the C lib
 
 import io
 import multiprocessing
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
@@ -311,25 +310,3 @@ def memory_of_planning() -> None:
     assert most <= PLAN_BYTES + 180 * _MB, f"{most / _MB:.0f} MB more while planning"
     assert left <= 120 * _MB, f"{left / _MB:.0f} MB more after planning"
     assert_as_eager(trained(model, step, [given]), [given])
-
-
-ALONE: dict[str, Callable[[], None]] = {
-    check.__name__: check
-    for check in (
-        compiled,
-        offloading,
-        traced,
-        commands,
-        torch_compile,
-        checkpoint,
-        inductor,
-        torch_compile_inductor,
-        hugging_face,
-        lightning,
-        memory_of_planning,
-    )
-}
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    ALONE[sys.argv[1]]()

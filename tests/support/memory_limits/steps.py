@@ -1,4 +1,4 @@
-"""Steps under a limit of the process's memory: ``python -m tests.support.memory_limits.steps CHECK`` runs one of the checks.
+"""Checks of steps under a limit of the process's memory.
 
 A process of its own: glibc is told to give memory back at once, so that what is free does not depend on what was before.
 """
@@ -7,7 +7,6 @@ import copy
 import ctypes
 import gc
 import resource
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -194,7 +193,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "torch_compile": torch_compile,
 }
 
-if __name__ == "__main__":
+
+def run_check(name: str) -> None:
+    """Run one of them, in a process of its own."""
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)
-    torch.set_num_threads(1)
-    CHECKS[sys.argv[1]]()
+    CHECKS[name]()

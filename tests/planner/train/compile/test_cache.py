@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,7 @@ from planner.plans.cache import PlanCache
 from planner.plans.document import write_plan
 from planner.settings.budget import Share, read_budget
 from tests.support.models.planned import compiled_with_cache, workload
+from tests.support.processes import run_apart
 
 
 def test_a_plan_is_solved_once(tmp_path: Path, solves: list[object]) -> None:
@@ -225,17 +224,17 @@ def test_a_folder_that_cannot_be_made_is_refused_before_work(tmp_path: Path, sol
 
 
 def test_processes_share_a_cache_folder(tmp_path: Path) -> None:
-    code = (
-        "import sys, warnings; warnings.simplefilter('error', UserWarning)\n"
-        "from pathlib import Path\n"
-        "from tests.support.models.planned import compiled_with_cache\n"
-        "print(compiled_with_cache(Path(sys.argv[1])).plan.graph.fingerprint)"
-    )
-    run = [sys.executable, "-c", code, str(tmp_path)]
+    said, cache = tmp_path / "fingerprint", tmp_path / "cache"
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(subprocess.run, run, capture_output=True, text=True, check=False)
-        here = compiled_with_cache(tmp_path).plan
-    assert other.result().returncode == 0, other.result()
-    assert other.result().stdout.strip() == here.graph.fingerprint
-    (path,) = tmp_path.iterdir()
+        other = pool.submit(run_apart, write_fingerprint, cache, said)
+        here = compiled_with_cache(cache).plan
+    other.result()
+    assert said.read_text() == here.graph.fingerprint
+    (path,) = cache.iterdir()
     assert path.suffix == ".json"
+
+
+def write_fingerprint(cache: Path, file: Path) -> None:
+    """Plan with a cache, and write the fingerprint of the graph that was planned."""
+    warnings.simplefilter("error", UserWarning)
+    file.write_text(compiled_with_cache(cache).plan.graph.fingerprint)

@@ -514,8 +514,8 @@ def test_hybrid_mesh_on_four_processes(tmp_path: Path) -> None:
     on_processes(4, (hybrid, half, sixteen, check_refusals_of_meshes), tmp_path)
 
 
-def leave_alone(rank: int, *, ends: bool) -> None:
-    """Rank 1 refuses its batch and stays, or ends: rank 0 does not wait for it."""
+def leave_alone(rank: int, *, ends: bool, folder: Path) -> None:
+    """Rank 1 refuses its batch and stays until rank 0 knows, or ends: rank 0 does not wait for it."""
     model, batch = shard(Net()), make_batch(rank)
     step = planner.compile(model, compute_loss, batch, budget="100%", **SETTINGS)
     step(*batch).backward()
@@ -524,12 +524,14 @@ def leave_alone(rank: int, *, ends: bool) -> None:
     if rank and not ends:
         with pytest.raises(MismatchError, match="input 0 of the batch is"):
             step(batch[0].int(), batch[1])
-        time.sleep(8)
+        while not (folder / "told").exists() and time.monotonic() - begun < 8:
+            time.sleep(0.05)
     elif not rank:
         said = "a process that trains with this one has ended" if ends else "^rank 1: MismatchError: input 0 of the batch is"
         with pytest.raises(PlannerError, match=said):
             step(*batch)
         assert time.monotonic() - begun < 7
+        (folder / "told").touch()
     os._exit(0)  # the group is of no more use
 
 
@@ -559,4 +561,4 @@ def test_a_process_that_is_stopped_is_not_waited_for(between: bool, tmp_path: Pa
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_process_that_fails_or_ends_is_not_waited_for(ends: bool, tmp_path: Path) -> None:
-    on_processes(2, (partial(leave_alone, ends=ends),), tmp_path)
+    on_processes(2, (partial(leave_alone, ends=ends, folder=tmp_path),), tmp_path)

@@ -35,13 +35,26 @@ class Returning(Module):
         self.seen = [*getattr(self, "seen", []), outputs["best"].clone()]
 
 
-def test_the_numbers_of_the_plan_are_logged_in_each_step(tmp_path: Path) -> None:
+def test_a_run_logs_its_plan_once_and_its_numbers_and_frees_gradients(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_gradients: list[bool] = []
+    module, call = Module(), PlannedStep.__call__
+
+    def noted(step: PlannedStep, *args: Any) -> Any:
+        with_gradients.append(any(parameter.grad is not None for parameter in module.parameters()))
+        return call(step, *args)
+
+    monkeypatch.setattr(PlannedStep, "__call__", noted)
     callback = PlannedTraining(HALF_WAY, log_plan=True, **QUICK)
-    _, logged = trained(Module(), tmp_path, callback)
+    with lines_of("lightning.pytorch.planner") as lines:
+        _, logged = trained(module, tmp_path, callback)
+    assert lines[0] == "planning: capturing the training step"
+    assert lines[1].startswith(plan_line(callback.planned.history[0].plan))
+    assert len(lines) == 2
     steps = [logs for logs in logged if "plan/budget_bytes" in logs]
     assert steps and callback.planned is not None
     for name, number in callback.planned.scalars().items():
         assert steps[-1][name] == pytest.approx(number, rel=1e-6)  # loggers keep float32
+    assert with_gradients == [False] * 6
 
 
 class OtherOptimizer(Module):
@@ -122,19 +135,6 @@ def test_recorded_logs_do_not_warn(tmp_path: Path) -> None:
     assert not [str(warning.message) for warning in seen if "set by the step" in str(warning.message)]
 
 
-def test_gradients_are_freed_before_the_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: list[bool] = []
-    module, call = Module(), PlannedStep.__call__
-
-    def noted(step: PlannedStep, *args: Any) -> Any:
-        seen.append(any(parameter.grad is not None for parameter in module.parameters()))
-        return call(step, *args)
-
-    monkeypatch.setattr(PlannedStep, "__call__", noted)
-    trained(module, tmp_path, PlannedTraining(HALF_WAY, **QUICK))
-    assert seen == [False] * 6
-
-
 @pytest.mark.slow
 def test_gradients_used_by_hooks_stay_until_lightning_frees_them(tmp_path: Path) -> None:
     class Looking(Module):
@@ -146,15 +146,6 @@ def test_gradients_used_by_hooks_stay_until_lightning_frees_them(tmp_path: Path)
     eager, _ = trained(Looking(), tmp_path)
     planned, _ = trained(Looking(), tmp_path, PlannedTraining("200%", **QUICK))
     assert planned.seen == eager.seen > 0
-
-
-def test_the_first_plan_is_shown_once_in_the_log(tmp_path: Path) -> None:
-    callback = PlannedTraining(HALF_WAY, **QUICK)
-    with lines_of("lightning.pytorch.planner") as lines:
-        trained(Module(), tmp_path, callback)
-    assert lines[0] == "planning: capturing the training step"
-    assert lines[1].startswith(plan_line(callback.planned.history[0].plan))
-    assert len(lines) == 2
 
 
 def test_lightning_training_with_offload_equals_eager(tmp_path: Path) -> None:

@@ -65,11 +65,16 @@ class Reporter(transformers.TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def test_the_numbers_of_the_plan_are_reported_with_each_loss(tmp_path: Path) -> None:
+def test_a_run_says_its_plan_at_the_default_verbosity_and_reports_its_numbers_if_asked(tmp_path: Path) -> None:
     reporters = Reporter(), Reporter()
     options = [{"callbacks": [reporter], **planned_options("100%")} for reporter in reporters]
-    planned = trained(PlannedTrainer, tmp_path, sentences(8), options={**options[0], "log_plan": True}, max_steps=2)
-    trained(PlannedTrainer, tmp_path, sentences(8), options=options[1], max_steps=2)
+    with lines_of("transformers", level=None) as lines:
+        planned = trained(PlannedTrainer, tmp_path, sentences(8), options={**options[0], "log_plan": True}, max_steps=2)
+    assert lines[0] == "planning: capturing the training step"
+    assert lines[1].startswith(plan_line(planned.planned.history[0].plan))
+    with lines_of("transformers", level=None) as lines:
+        trained(PlannedTrainer, tmp_path, sentences(4), options=options[1], max_steps=1, log_level="error")
+    assert lines == []
     with_loss = [logs for logs in reporters[0].logs if "loss" in logs]
     assert len(with_loss) == 2 and with_loss[-1].items() >= planned.planned.scalars().items()
     assert with_loss[-1]["plan/budget_bytes"] == planned.planned.plan.budget_bytes
@@ -84,16 +89,6 @@ def test_the_first_plan_is_logged_once(tmp_path: Path) -> None:
     assert lines[0] == "planning: capturing the training step"
     assert lines[1].startswith(plan_line(planned.planned.history[0].plan))
     assert len(lines) == 2
-
-
-def test_the_plan_is_said_at_the_default_verbosity(tmp_path: Path) -> None:
-    with lines_of("transformers", level=None) as lines:
-        planned = trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options("100%"), max_steps=1)
-    assert lines[0] == "planning: capturing the training step"
-    assert lines[1].startswith(plan_line(planned.planned.history[0].plan))
-    with lines_of("transformers", level=None) as lines:
-        trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options("100%"), max_steps=1, log_level="error")
-    assert lines == []
 
 
 @pytest.mark.slow

@@ -103,23 +103,38 @@ CHANGES = {
 }
 
 
-SLOW = ("a hook before", "a backward hook", "a block more", "an adapter", "another tensor", "momentum", "no tensor any more")
+def keep(model: nn.Module) -> Callable[[], None]:
+    """Return a function that gives the modules of `model`, and all that the step reads, what they have now."""
+    kept = [(vars(module), dict(vars(module))) for module in model.modules()]
+    kept += [(value, dict(value)) for _, attributes in kept for value in attributes.values() if isinstance(value, dict)]
+    weights = WEIGHTS
+
+    def restore() -> None:
+        for table, items in kept:
+            table.clear()
+            table.update(items)
+        model.requires_grad_(True)
+        CONFIG.alpha, globals()["WEIGHTS"] = 0.5, weights
+
+    return restore
 
 
-@pytest.mark.parametrize(
-    "change", [pytest.param(change, marks=pytest.mark.slow) if change in SLOW else change for change in CHANGES]
-)
-def test_guard_error_names_the_change(change: str, batch: tuple[torch.Tensor, ...], annealed: list[float]) -> None:
+def test_guard_errors_name_each_change_and_what_is_undone_is_as_planned(
+    batch: tuple[torch.Tensor, ...], annealed: list[float]
+) -> None:
     model = Net()
     step = planner.compile(model, loss_with(annealed), batch, budget="100%", replan=False)  # None would follow numbers
-    step(*batch)
-    act, message = CHANGES[change]
-    act(model, annealed)
-    before, state = model.norm.running_mean.clone(), torch.get_rng_state()
-    with pytest.raises(MismatchError, match=message) as error:
+    restore = keep(model)
+    for act, message in CHANGES.values():
         step(*batch)
-    assert "planner.compile" in str(error.value) and "replan=True" in str(error.value)
-    assert torch.equal(before, model.norm.running_mean) and torch.equal(state, torch.get_rng_state())
+        act(model, annealed)
+        before, state = model.norm.running_mean.clone(), torch.get_rng_state()
+        with pytest.raises(MismatchError, match=message) as error:
+            step(*batch)
+        assert "planner.compile" in str(error.value) and "replan=True" in str(error.value)
+        assert torch.equal(before, model.norm.running_mean) and torch.equal(state, torch.get_rng_state())
+        restore()
+        annealed[0] = 2.0
 
 
 def test_values_read_at_every_step_may_change(batch: tuple[torch.Tensor, ...], annealed: list[float]) -> None:

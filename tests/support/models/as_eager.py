@@ -14,6 +14,17 @@ from tests.support.budgets import HALF_WAY, half_way_known
 STEPS = 4
 
 
+class Together(nn.Module):
+    """Returns the sum of what several models return for the same batch: one step with all that each of them does."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, *batch: Any) -> torch.Tensor:
+        return torch.stack([part(*batch) for part in self.parts]).sum(0)
+
+
 def check_trains_as_eager(
     make: Callable[[], nn.Module], loss_fn: Any, batch_of: Callable[[int], tuple[Any, ...]], **options: Any
 ) -> planner.PlannedStep:

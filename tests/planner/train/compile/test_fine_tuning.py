@@ -12,7 +12,7 @@ from torch import nn
 
 import planner
 from graphs.errors import TraceError
-from tests.support.models.as_eager import check_trains_as_eager
+from tests.support.models.as_eager import Together, check_trains_as_eager
 
 
 def tokens(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,10 +23,10 @@ def tokens(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 class OnFrozenEmbeddings(nn.Module):
     """Trained layers on embeddings that are not, with a function that is called on the embeddings."""
 
-    def __init__(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, call: Callable[[torch.Tensor], torch.Tensor], layers: int = 3) -> None:
         super().__init__()
         self.embedding = nn.Embedding(20, 16).requires_grad_(requires_grad=False)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(layers)))
         self.call = call
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -44,12 +44,23 @@ def writing_what_is(hidden: torch.Tensor) -> torch.Tensor:
     return hidden @ eye
 
 
-@pytest.mark.parametrize(
-    "call",
-    [torch.Tensor.requires_grad_, by_attribute, lambda h: (2 * h).detach().requires_grad_().requires_grad_(), writing_what_is],
-)
-def test_hidden_states_that_are_told_to_require_grad_train_as_in_eager_mode(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    check_trains_as_eager(lambda: OnFrozenEmbeddings(call), F.mse_loss, tokens)
+GRADIENT_WRITES = [
+    torch.Tensor.requires_grad_,
+    by_attribute,
+    lambda h: (2 * h).detach().requires_grad_().requires_grad_(),
+    writing_what_is,
+]
+
+
+def all_and_each(ways: list[Any]) -> list[Any]:
+    """Several ways in one step; the weekly run has a step for each."""
+    return [ways, *(pytest.param([way], marks=pytest.mark.slow) for way in ways)]
+
+
+@pytest.mark.parametrize("calls", all_and_each(GRADIENT_WRITES))
+def test_hidden_states_that_are_told_to_require_grad_train_as_in_eager_mode(calls: list[Any]) -> None:
+    layers = 3 if len(calls) == 1 else 1  # several together suffice for something to be recomputed
+    check_trains_as_eager(lambda: Together(*(OnFrozenEmbeddings(call, layers) for call in calls)), F.mse_loss, tokens)
 
 
 def test_the_recipe_for_checkpointing_with_frozen_embeddings_trains_as_in_eager_mode() -> None:
@@ -139,9 +150,9 @@ def test_data_of_weights_is_written_in_place_by_the_backend(planned: Callable[..
 class Renewed(nn.Module):
     """Gives its buffers other tensors in several ways, and reads old and new values after that."""
 
-    def __init__(self, renew: Callable[["Renewed", torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, renew: Callable[["Renewed", torch.Tensor], torch.Tensor], layers: int = 3) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(layers)))
         self.register_buffer("center", torch.zeros(16))
         self.register_buffer("last", torch.ones(16))
         self.renew = renew
@@ -189,18 +200,19 @@ def shift(model: Renewed, new: torch.Tensor) -> torch.Tensor:
 BUFFER_WRITES = [write_data, write_storage, write_twice, replace, shift]
 
 
-@pytest.mark.parametrize("renew", BUFFER_WRITES)
-def test_buffers_that_get_other_tensors_are_written_as_in_eager_mode(renew: Callable[..., torch.Tensor]) -> None:
-    check_trains_as_eager(lambda: Renewed(renew), None, lambda number: vectors(number)[:1])
+@pytest.mark.parametrize("ways", all_and_each(BUFFER_WRITES))
+def test_buffers_that_get_other_tensors_are_written_as_in_eager_mode(ways: list[Any]) -> None:
+    layers = 3 if len(ways) == 1 else 1
+    check_trains_as_eager(lambda: Together(*(Renewed(way, layers) for way in ways)), None, lambda number: vectors(number)[:1])
 
 
-@pytest.mark.parametrize("renew", BUFFER_WRITES[:3])
-def test_the_backend_writes_buffers_that_get_other_tensors(renew: Callable[..., torch.Tensor]) -> None:
+@pytest.mark.parametrize("ways", all_and_each(BUFFER_WRITES[:3]))
+def test_the_backend_writes_buffers_that_get_other_tensors(ways: list[Any]) -> None:
     trained = []
     for wrap in (lambda model: planner.checkpoint(model, budget="100%", wait=0.1), lambda model: model):
         torch._dynamo.reset()
         torch.manual_seed(2)
-        run = wrap(Renewed(renew))
+        run = wrap(Together(*(Renewed(way, layers=1) for way in ways)))
         losses = [run(vectors(number)[0]) for number in range(3)]
         trained.append([*(loss.detach() for loss in losses), *run.state_dict().values()])
     assert all(map(torch.equal, *trained))
@@ -252,13 +264,13 @@ class Constrained(nn.Module):
 
     def __init__(self, constrain: Callable[[nn.Parameter], None]) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2)))
         self.constrain = constrain
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.layers[0](x)
         self.constrain(self.layers[1][0].weight)
-        return self.layers[2](self.layers[1](hidden))
+        return self.layers[1](hidden)
 
 
 def by_data(weight: nn.Parameter) -> None:
@@ -279,9 +291,9 @@ def one_row(weight: nn.Parameter) -> None:
         weight[1] *= 0.9
 
 
-@pytest.mark.parametrize("constrain", [by_data, by_copied_data, without_gradients, one_row])
-def test_writes_to_trained_parameters_train_as_in_eager_mode(constrain: Callable[[nn.Parameter], None]) -> None:
-    check_trains_as_eager(lambda: Constrained(constrain), F.mse_loss, vectors)
+@pytest.mark.parametrize("ways", all_and_each([by_data, by_copied_data, without_gradients, one_row]))
+def test_writes_to_trained_parameters_train_as_in_eager_mode(ways: list[Any]) -> None:
+    check_trains_as_eager(lambda: nn.Sequential(*map(Constrained, ways)), F.mse_loss, vectors)
 
 
 def test_planning_restores_the_parameters_that_a_step_writes_to() -> None:

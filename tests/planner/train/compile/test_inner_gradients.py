@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not GRADIENT_SETTINGS, reason="this release of P
 
 
 def network(outputs: int = 1, activation: type[nn.Module] = nn.SiLU) -> nn.Sequential:
-    widths = (4, 32, 32, 32)
+    widths = (4, 32, 32)
     hidden = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), activation())]
     return nn.Sequential(*hidden, nn.Linear(widths[-1], outputs))
 
@@ -96,33 +96,34 @@ def inner_loop(net: nn.Module, x: Tensor) -> Tensor:
     return F.softplus(functional_call(net, weights, (x,))).mean()
 
 
-LOSSES: list[Any] = [
-    (penalty, 1),
-    pytest.param(equation, 1, marks=pytest.mark.slow),
-    pytest.param(forces, 1, marks=pytest.mark.slow),
-    (divergence, 4),
-    pytest.param(curvature, 1, marks=pytest.mark.slow),
-    pytest.param(adversarial, 1, marks=pytest.mark.slow),
-    (unused, 1),
-    (inner_loop, 1),
-]
+def several(net: nn.Module, x: Tensor) -> Tensor:
+    return unused(net, x) + inner_loop(net, x)
 
 
-@pytest.mark.parametrize(("loss", "outputs"), LOSSES)
-def test_gradients_inside_the_step_train_as_in_eager_mode(loss: Callable[..., Tensor], outputs: int) -> None:
-    check_trains_as_eager(lambda: Step(loss, network(outputs)), None, points)
+ALONE = (penalty, equation, forces, divergence, curvature, adversarial, unused, inner_loop)
+LOSSES: list[Any] = [several, *(pytest.param(loss, marks=pytest.mark.slow) for loss in ALONE)]
 
 
-TRANSFORMED: list[Any] = [
-    pytest.param(lambda net, x: vmap(torch.func.grad(lambda row: net(row).sum()))(x).square().mean(), marks=pytest.mark.slow),
-    pytest.param(lambda net, x: vmap(jacrev(net))(x).square().mean(), marks=pytest.mark.slow),
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_inside_the_step_train_as_in_eager_mode(loss: Callable[..., Tensor]) -> None:
+    check_trains_as_eager(lambda: Step(loss, network(4 if loss is divergence else 1)), None, points)
+
+
+TRANSFORMED: list[Callable[..., Tensor]] = [
+    lambda net, x: vmap(torch.func.grad(lambda row: net(row).sum()))(x).square().mean(),
+    lambda net, x: vmap(jacrev(net))(x).square().mean(),
     lambda net, x: vmap(hessian(lambda row: net(row).sum()))(x).square().mean(),
-    pytest.param(lambda net, x: jvp(net, (x,), (x,))[1].square().mean(), marks=pytest.mark.slow),
+    lambda net, x: jvp(net, (x,), (x,))[1].square().mean(),
     lambda net, x: vjp(net, x)[1](x[:, :1])[0].square().mean(),
 ]
 
 
-@pytest.mark.parametrize("loss", TRANSFORMED)
+def several_transforms(net: nn.Module, x: Tensor) -> Tensor:
+    slopes = vmap(torch.func.grad(lambda row: net(row).sum()))(x)
+    return slopes.square().mean() + jvp(net, (x,), (x,))[1].square().mean() + vjp(net, x)[1](x[:, :1])[0].square().mean()
+
+
+@pytest.mark.parametrize("loss", [several_transforms, *(pytest.param(loss, marks=pytest.mark.slow) for loss in TRANSFORMED)])
 def test_transforms_inside_the_step_train_as_in_eager_mode(loss: Callable[..., Tensor]) -> None:
     check_trains_as_eager(lambda: Step(loss, network(activation=nn.Tanh)), None, points)
 

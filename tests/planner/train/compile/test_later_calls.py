@@ -152,6 +152,17 @@ def update_metrics(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: t
     return loss
 
 
+def in_turn(*notes: Forward) -> Forward:
+    """All of them, in one step."""
+
+    def note(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        for each in notes:
+            loss = each(model, hidden, y, loss)
+        return loss
+
+    return note
+
+
 def state(model: Noting) -> list[Any]:
     metrics = [model.mean, model.error, *model.several.values()]
     values = [metric.compute() for metric in metrics] if model.note is update_metrics else []
@@ -163,7 +174,11 @@ def leaves(values: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "note", [pytest.param(append, marks=pytest.mark.slow), append_to_global, append_nested, append_number, update_metrics]
+    "note",
+    [
+        *(in_turn(append_to_global, append_nested), append_number, update_metrics),
+        *(pytest.param(note, marks=pytest.mark.slow) for note in (append, append_to_global, append_nested)),
+    ],
 )
 def test_lists_and_metrics_are_filled_as_in_eager_mode(note: Forward) -> None:
     torch.manual_seed(0)
@@ -223,7 +238,13 @@ def use(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor
 
 @pytest.mark.filterwarnings("ignore:captured again")
 @pytest.mark.parametrize(
-    "note", [add_numbers, add_tensors, fill_containers, write_texts, count_and_print, append_with_history, weight_by_last]
+    "note",
+    [
+        *(in_turn(add_numbers, fill_containers, write_texts), in_turn(add_tensors, append_with_history)),
+        *(count_and_print, weight_by_last),
+        *(pytest.param(note, marks=pytest.mark.slow) for note in (add_numbers, fill_containers, write_texts)),
+        *(pytest.param(note, marks=pytest.mark.slow) for note in (add_tensors, append_with_history)),
+    ],
 )
 def test_what_a_step_records_is_as_in_eager_mode(
     note: Forward, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

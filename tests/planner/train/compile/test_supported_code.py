@@ -59,14 +59,27 @@ SAMPLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ("normal", "categorical", "divergence") else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLED],
-)
-def test_distributions_are_sampled_as_in_eager_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_turn(functions: dict[str, Callable[..., torch.Tensor]], names: tuple[str, ...]) -> Between:
+    """One step with several functions."""
+
+    def call(_: Any, x: torch.Tensor) -> torch.Tensor:
+        for name in names:
+            x = torch.tanh(functions[name](x))
+        return x
+
+    return Between(call)
+
+
+def some_and_each(functions: dict[str, Any], *names: str) -> list[Any]:
+    """Several names for one step; the weekly run has a step for each of all."""
+    return [names, *(pytest.param((name,), marks=pytest.mark.slow) for name in functions)]
+
+
+@pytest.mark.parametrize("names", some_and_each(SAMPLED, "normal", "categorical", "divergence"))
+def test_distributions_are_sampled_as_in_eager_mode(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributions.Distribution, "_validate_args", True)  # torch.compile, in another test, turns it off
     kl._KL_MEMOIZE.clear()  # which the first call fills, by code that Dynamo cannot follow
-    check_trains_as_eager(lambda: Between(lambda _, x: SAMPLED[name](x)), F.mse_loss, batch_of)
+    check_trains_as_eager(lambda: in_turn(SAMPLED, names), F.mse_loss, batch_of)
     assert distributions.Distribution._validate_args
 
 
@@ -165,11 +178,9 @@ CHECKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("cholesky", "slogdet") else pytest.param(name, marks=pytest.mark.slow) for name in CHECKED]
-)
-def test_linear_algebra_that_checks_its_results_trains_as_in_eager_mode(name: str) -> None:
-    check_trains_as_eager(lambda: Between(lambda _, x: CHECKED[name](x)), F.mse_loss, batch_of)
+@pytest.mark.parametrize("names", some_and_each(CHECKED, "cholesky", "slogdet"))
+def test_linear_algebra_that_checks_its_results_trains_as_in_eager_mode(names: tuple[str, ...]) -> None:
+    check_trains_as_eager(lambda: in_turn(CHECKED, names), F.mse_loss, batch_of)
 
 
 def test_a_check_of_linear_algebra_raises_as_in_eager_mode_and_the_model_is_as_before() -> None:
@@ -226,8 +237,10 @@ def sine_of_buffer(module: Any, x: torch.Tensor) -> torch.Tensor:
     return x + module.sine.sum(0)
 
 
-@pytest.mark.parametrize("call", [lambda _, x: Sine.apply(x), sine_of_buffer])
-def test_operators_that_write_to_their_arguments_train_as_in_eager_mode(call: Callable[..., torch.Tensor]) -> None:
+def test_operators_that_write_to_their_arguments_train_as_in_eager_mode() -> None:
+    def call(module: Any, x: torch.Tensor) -> torch.Tensor:
+        return sine_of_buffer(module, Sine.apply(x))
+
     check_trains_as_eager(lambda: Between(call, sine=torch.ones(2, 96, 32)), F.mse_loss, batch_of)
 
 
@@ -362,12 +375,13 @@ PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sparse.mm": torch.sparse.mm,
     "mm": torch.mm,
     "@": lambda a, x: a @ x,
+    "both": lambda a, x: a @ torch.sparse.mm(a, x),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, pytest.param(torch.sparse_csr, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "mm" else name for name in PRODUCTS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name != "both" else name for name in PRODUCTS])
 def test_products_of_a_sparse_buffer_train_as_in_eager_mode(layout: torch.layout, name: str) -> None:
     step = check_trains_as_eager(lambda: Convolutions(layout, PRODUCTS[name]), F.mse_loss, batch_of)
     assert step.measured is not None

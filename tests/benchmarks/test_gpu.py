@@ -125,8 +125,8 @@ def test_every_step_is_a_line_and_a_log(
         "print(child.pid)\ntime.sleep(float(sys.argv[2]))\nsys.exit(int(sys.argv[1]))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    words = {"good": ("0", "0"), "bad": ("3", "0"), "long": ("0", "600")}
-    monkeypatch.setattr(gpu, "STEPS", {name: GpuStep(("steps", *given), 5.0) for name, given in words.items()})
+    words = {"good": ("0", "0", 60.0), "bad": ("3", "0", 60.0), "long": ("0", "600", 2.5)}
+    monkeypatch.setattr(gpu, "STEPS", {name: GpuStep(("steps", *given), limit_s) for name, (*given, limit_s) in words.items()})
     out = tmp_path / "out"
     assert gpu.main(["--out", str(out), "--steps", "good,bad,long"]) == 1
     said = capsys.readouterr().out

@@ -78,7 +78,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize(("rows", "fewer"), [(16, 5), (8, 6)])
+@pytest.mark.parametrize(("rows", "fewer"), [(16, 5), pytest.param(8, 6, marks=pytest.mark.slow)])
 def test_sizes_suffice_for_a_smaller_batch(name: str, rows: int, fewer: int) -> None:
     build, excess = STEPS[name]
     model, loss_fn, batch = build()

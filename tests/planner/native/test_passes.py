@@ -62,9 +62,10 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one is other is None or torch.equal(one, other)
 
 
+@pytest.mark.parametrize("seeds", [(0,), pytest.param((1, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", STEPS)
-def test_bits_and_peaks_are_those_of_the_passes_in_python(name: str) -> None:
-    for seed in range(3):
+def test_bits_and_peaks_are_those_of_the_passes_in_python(name: str, seeds: tuple[int, ...]) -> None:
+    for seed in seeds:
         outcomes, peaks = [], []
         for executor, workload in executors(name, seed):
             step = TrainingStep(workload.model, workload.loss_fn)

@@ -259,7 +259,7 @@ def test_a_step_that_takes_further_large_segments_has_a_new_pool() -> None:
 def test_compiled_step_reserves_at_most_the_planned_bytes(budget: str, arena: bool | None) -> None:
     with cuda_device():
         step = on_device(workload())
-        planned = planner.compile(*step, budget=budget, arena=arena, compare_eager=False, wait="2 work", swap="never")
+        planned = planner.compile(*step, budget=budget, arena=arena, compare_eager=False, passes=1, wait="0.5 work", swap="never")
         plan = planned.plan
         assert plan.reserved_bytes is not None and plan.reserved_bytes <= plan.budget_bytes
         torch.cuda.empty_cache()
@@ -292,7 +292,7 @@ def test_the_slab_is_given_back_for_a_plan_without_an_arena() -> None:
         planned = planner.compile(*step, budget="100%", compare_eager=False, wait="1s", passes=1)
         assert planned._improving is not None and planned.measured is not None
         improvement = planned._improving.improvement
-        plans = [planner.solve(planned.measured, "90%", arena=arena, work_limit=2.0) for arena in (None, False)]
+        plans = [planner.solve(planned.measured, "90%", arena=arena, work_limit=0.5) for arena in (None, False)]
         assert [plan.arena_bytes is not None for plan in plans] == [True, False]
         for plan in plans:
             executor = improvement.adopt(plan).executor

@@ -42,6 +42,13 @@ _WAYS = [
     ("written", "in_place"),
 ]
 
+_ALIKE = {
+    ("channels last", "native"),
+    ("channels last", "weight"),
+    ("lines", "weight"),
+    ("halves", "in_place"),
+    ("written", "in_place"),
+}
 _OPTIONS = [["kernels"], *(pytest.param(["kernels", other], marks=pytest.mark.slow) for other in ("chunks", "offload"))]
 
 
@@ -55,7 +62,9 @@ def predicted_bytes(capture: Capture, schedule: Schedule) -> int:
     return found.peak_bytes - (tangent.size_bytes if forward else 0)
 
 
-@pytest.mark.parametrize(("name", "way"), _WAYS)
+@pytest.mark.parametrize(
+    ("name", "way"), [pytest.param(*given, marks=pytest.mark.slow) if given in _ALIKE else given for given in _WAYS]
+)
 def test_a_step_by_other_kernels_is_the_step_but_for_rounding_in_the_memory_that_was_predicted(name: str, way: str) -> None:
     capture, workload = with_all_ways(name)
     ops = ops_by(capture.graph, way)

@@ -258,6 +258,9 @@ def test_tiles_stand_in_one_row_on_a_desktop(driver: Any) -> None:
     assert len(tops) >= 5 and len(set(tops)) == 1
 
 
+_OTHER_LOOKS = ((390, True), (820, False), (1400, True))  # which differ from the others in colours alone
+
+
 @pytest.fixture(scope="module")
 def page_with_copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     graph, plan = solved()
@@ -265,8 +268,10 @@ def page_with_copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(render_page(StepFacts.of(Timeline(offered, plan)), CURVE), tmp_path_factory.mktemp("page"))
 
 
-@pytest.mark.parametrize("width", [390, 820, 1400])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [(390, False), (820, True), (1400, False), *(pytest.param(*given, marks=pytest.mark.slow) for given in _OTHER_LOOKS)],
+)
 def test_page_elements_do_not_overlap_at_any_width(browser: Any, page_with_copies: Path, width: int, dark: bool) -> None:
     show(browser, page_with_copies, width=width, dark=dark, touch=width < 500)
     assert browser.execute_script(_WIDE) <= width

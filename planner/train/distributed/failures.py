@@ -26,13 +26,14 @@ from planner.torch_private.distributed import get_default_store
 _ASKED_EVERY = timedelta(seconds=2)
 _steps = count()
 _key = "remat-planner/failure"
+_ended_by = ""  # why this process has given up waiting in this step
 _neighbours: dict[int, Path] = {}  # where Linux shows the state of each process of this machine, by its rank
 
 
 def begin_step() -> None:
     """Forget failures of earlier steps; all processes begin the same steps, in the same order."""
-    global _key  # of the whole process, as its group is
-    _key = f"remat-planner/failure/{next(_steps)}"
+    global _key, _ended_by  # of the whole process, as its group is
+    _key, _ended_by = f"remat-planner/failure/{next(_steps)}", ""
     if not _neighbours:
         _neighbours.update(_find_neighbours())
 
@@ -55,7 +56,8 @@ def tell_failures() -> Iterator[None]:
         yield
     except BaseException as error:
         with suppress(Exception):  # the store ends with the process that began it
-            get_default_store().set(_key, f"rank {dist.get_rank()}: {typed_line(error)}")
+            if not (store := get_default_store()).check([_key]):  # else this failure follows from the one told
+                store.set(_key, f"rank {dist.get_rank()}: {typed_line(error)}")
         raise
 
 
@@ -75,34 +77,48 @@ class ToldPasses:
 def wait_for_others(work: dist.Work, *, in_step: bool = True) -> None:
     """Wait until a collective on the CPU has ended.
 
+    In a step, those that were issued after one that the others have not joined are not waited for: in a thread of their own
+    there may be many.
+
     Args:
         in_step: False between steps, where a failure of the last one is past.
 
     Raises:
         PlannerError: another process has failed, ended or been stopped, and will not join it.
     """
+    global _ended_by
+    if in_step and _ended_by:
+        raise PlannerError(_ended_by)
     stopped = set[int]()
     while True:
         try:
             work.wait(_ASKED_EVERY)
         except RuntimeError as error:
             before, stopped = stopped, _find_stopped()
-            if both := before & stopped:  # not for a moment only; the store may be held by one of them
-                process = _neighbours[min(both)].parent.name
-                raise PlannerError(
-                    f"rank {min(both)} (process {process}) is stopped, and this process has waited for it: end it, and start "
-                    "again from a checkpoint"
-                ) from error
-            if stopped:
+            if both := before & stopped:  # not for a moment only
+                reason = _describe_stopped(min(both))
+            elif stopped:  # the store may be held by one of them
                 continue
-            if in_step and (failure := _find_failure()) is not None:
-                raise PlannerError(f"{failure} (this process has waited for that one)") from error
-            if work.is_completed() and work.exception() is not None:
-                raise PlannerError(
-                    f"a process that trains with this one has ended, and its own output says why ({first_line(error)})"
-                ) from error
+            else:
+                reason = _find_failure() if in_step else ""
+                reason = reason or _find_end(work, error)
+            if reason:
+                _ended_by = reason
+                raise PlannerError(reason) from error
         else:
             return
+
+
+def _describe_stopped(rank: int) -> str:
+    process, advice = _neighbours[rank].parent.name, "end it, and start again from a checkpoint"
+    return f"rank {rank} (process {process}) is stopped, and this process has waited for it: {advice}"
+
+
+def _find_end(work: dist.Work, error: RuntimeError) -> str:
+    """Return that a process has ended if `work` has, with its `error`; "" if it is under way."""
+    if not work.is_completed() or work.exception() is None:
+        return ""
+    return f"a process that trains with this one has ended, and its own output says why ({first_line(error)})"
 
 
 def _find_stopped() -> set[int]:
@@ -116,10 +132,9 @@ def _read_state(file: Path) -> str:
     return ""
 
 
-def _find_failure() -> str | None:
-    """Return the failure that another process has told, if any."""
-    try:
+def _find_failure() -> str:
+    """Return the failure that another process has told, "" if there is none."""
+    with suppress(Exception):  # the store ends with the process that began it
         store = get_default_store()
-        return store.get(_key).decode() if store.check([_key]) else None
-    except Exception:  # noqa: BLE001  # it ends with the process that began it
-        return None
+        return f"{store.get(_key).decode()} (this process has waited for that one)" if store.check([_key]) else ""
+    return ""

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import signal
 import sys
 import time
@@ -31,6 +32,8 @@ from graphs.simulate import simulate
 from planner.measure.steps import measure_memory
 from planner.memory.least_budget import find_least_budget
 from planner.settings.budget import Bytes
+from planner.torch_private.distributed import get_default_store
+from planner.train.distributed.failures import wait_for_others
 from planner.train.distributed.wrappers import unwrap
 from solvers.bounds import bound_least_budget
 from tests.support.budgets import HALF_WAY
@@ -48,6 +51,7 @@ SETTINGS: dict[str, Any] = {
     "wait": 0.5,
     "compare_eager": False,
 }
+OVERLAP = SETTINGS | {"options": ["overlap"]}
 
 
 class Block(nn.Module):
@@ -186,8 +190,7 @@ def check_bits(rank: int, *, model: dict[str, Any] | None = None, batches: int =
 def check_overlap(rank: int, *, model: dict[str, Any] | None = None, batches: int = 1, **options: Any) -> None:
     """Collectives in another thread: the same bits, and what they hold is planned, whenever they end."""
     torch.manual_seed(0)
-    settings = {**SETTINGS, "options": ["overlap"]}
-    step = train(rank, Net(**(model or {})), partial(shard, **options), batches=batches, settings=settings)
+    step = train(rank, Net(**(model or {})), partial(shard, **options), batches=batches, settings=OVERLAP)
     graph = step._executor.graph
     sent = [op for op in graph.ops if op.is_transfer]
     assert len(sent) == 8 and {op.target for op in sent} == {GATHER, REDUCE}
@@ -514,51 +517,74 @@ def test_hybrid_mesh_on_four_processes(tmp_path: Path) -> None:
     on_processes(4, (hybrid, half, sixteen, check_refusals_of_meshes), tmp_path)
 
 
-def leave_alone(rank: int, *, ends: bool, folder: Path) -> None:
-    """Rank 1 refuses its batch and stays until rank 0 knows, or ends: rank 0 does not wait for it."""
-    model, batch = shard(Net()), make_batch(rank)
-    step = planner.compile(model, compute_loss, batch, budget="100%", **SETTINGS)
-    step(*batch).backward()
+def leave_alone(rank: int, *, how: str, settings: dict[str, Any]) -> None:
+    """Rank 1 refuses its batch or its loss and stays, or ends: the others do not wait for it."""
+    model, (x, y) = shard(Net()), make_batch(rank)
+    step = planner.compile(model, compute_loss, (x, y), budget="100%", **settings)
+    step(x, y).backward()
     model.zero_grad()
-    begun = time.monotonic()
-    if rank and not ends:
-        with pytest.raises(MismatchError, match="input 0 of the batch is"):
-            step(batch[0].int(), batch[1])
-        while not (folder / "told").exists() and time.monotonic() - begun < 8:
-            time.sleep(0.05)
-    elif not rank:
-        said = "a process that trains with this one has ended" if ends else "^rank 1: MismatchError: input 0 of the batch is"
-        with pytest.raises(PlannerError, match=said):
-            step(*batch)
+    begun, store = time.monotonic(), get_default_store()
+    if rank != 1:
+        said = {"ends": "a process that trains with this one has ended", "batch": "^rank 1: MismatchError: input 0 of"}
+        with pytest.raises(PlannerError, match=said.get(how, r"^rank 1: IndexError: Target \d+ is out of bounds")) as raised:
+            step(x, y).backward()
+        assert str(raised.value).count("waited for") == (how != "ends")
         assert time.monotonic() - begun < 7
-        (folder / "told").touch()
+        begun, later = time.monotonic(), dist.all_reduce(torch.ones(1), async_op=True)
+        with pytest.raises(PlannerError, match=re.escape(str(raised.value))):
+            wait_for_others(later)
+        assert time.monotonic() - begun < 1.9  # what was issued after it is not waited for
+        store.set(f"ended {rank}", "")
+    elif how != "ends":
+        bad = (x.int(), y) if how == "batch" else (x, y + 96)
+        with pytest.raises(MismatchError if how == "batch" else IndexError):
+            step(*bad)
+        store.wait([f"ended {other}" for other in range(dist.get_world_size()) if other != 1])
     os._exit(0)  # the group is of no more use
 
 
-def stop_alone(rank: int, *, between: bool) -> None:
+def stop_alone(rank: int, *, when: str, settings: dict[str, Any]) -> None:
     """Rank 1 is stopped by a signal: the others say so, in a step or between steps, though rank 1 tells nothing."""
     model, batch = shard(Net()), make_batch(rank)
-    step = planner.compile(model, compute_loss, batch, budget="100%", **SETTINGS)
+    step = planner.compile(model, compute_loss, batch, budget="100%", **settings)
     step(*batch).backward()
     model.zero_grad()
     processes = [None] * dist.get_world_size()
     dist.all_gather_object(processes, os.getpid())
+    run = {"between": lambda: unwrap(model).ranks.gather(rank), "forward": lambda: step(*batch)}
+    if when == "backward":
+        run[when] = step(*batch).backward
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
         begun = time.monotonic()
         with pytest.raises(PlannerError, match=r"^rank 1 \(process \d+\) is stopped, and this process has waited for it"):
-            unwrap(model).ranks.gather(rank) if between else step(*batch)
+            run[when]()
         assert time.monotonic() - begun < 10
         os.kill(processes[1], signal.SIGCONT)
     os._exit(0)  # the group is of no more use
 
 
-@pytest.mark.parametrize("between", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_process_that_is_stopped_is_not_waited_for(between: bool, tmp_path: Path) -> None:
-    on_processes(2, (partial(stop_alone, between=between),), tmp_path)
+@pytest.mark.parametrize(
+    ("when", "settings"),
+    [
+        ("forward", OVERLAP),
+        *(pytest.param(when, OVERLAP, marks=pytest.mark.slow) for when in ("backward", "between")),
+        *(pytest.param(when, SETTINGS, marks=pytest.mark.slow) for when in ("forward", "backward")),
+    ],
+)
+def test_a_process_that_is_stopped_is_not_waited_for(when: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    on_processes(2, (partial(stop_alone, when=when, settings=settings),), tmp_path)
 
 
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_process_that_fails_or_ends_is_not_waited_for(ends: bool, tmp_path: Path) -> None:
-    on_processes(2, (partial(leave_alone, ends=ends, folder=tmp_path),), tmp_path)
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [
+        ("ends", SETTINGS),
+        ("loss", OVERLAP),
+        *(pytest.param(how, OVERLAP, marks=pytest.mark.slow) for how in ("ends", "batch")),
+        *(pytest.param(how, SETTINGS, marks=pytest.mark.slow) for how in ("loss", "batch")),
+    ],
+)
+def test_a_process_that_fails_or_ends_is_not_waited_for(how: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    on_processes(3 if how == "batch" else 2, (partial(leave_alone, how=how, settings=settings),), tmp_path)

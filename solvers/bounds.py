@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs.ir import Graph, Op
-from graphs.options.offload import NO_OFFLOADS, Offloads
+from graphs.options.offload import NO_OFFLOADS, Offloads, remove_offload
 from graphs.units import format_bytes, format_enough
 from solvers.streams import get_workspace_bytes, list_sizes
 
@@ -50,18 +50,15 @@ class LeastBudget:
     need: MemoryNeed
 
 
-def bound_least_budget(graph: Graph, offloads: Offloads = NO_OFFLOADS) -> LeastBudget:
+def bound_least_budget(graph: Graph) -> LeastBudget:
     """Return the least budget that single ops do not refute if first executions are in program order.
 
     The first execution of op v has in memory its inputs, outputs and workspace; the kept tensors produced before it; and every
     tensor that was produced before it, is read after it, and whose producer cannot be executed again, because it must not or
-    because it needs more than the budget. The least feasible budget may be higher.
-
-    Args:
-        graph: a graph without transfers to the host.
-        offloads: its transfers to the host. Tensors that can be offloaded may be on the host until they are read, up to its
-            capacity.
+    because it needs more than the budget. Tensors that can be offloaded may be on the host until they are read, up to its
+    capacity. The least feasible budget may be higher.
     """
+    graph, offloads = remove_offload(graph)
     need = need_at(graph, None, offloads)
     low = need.total_bytes
     if (found := need_at(graph, low, offloads)).total_bytes <= low:
@@ -80,8 +77,10 @@ def bound_least_budget(graph: Graph, offloads: Offloads = NO_OFFLOADS) -> LeastB
 def need_at(graph: Graph, budget_bytes: int | None, offloads: Offloads = NO_OFFLOADS) -> MemoryNeed:
     """Return the largest need of an op if no op that needs more than `budget_bytes` (None: no limit) is executed again.
 
-    Of alternatives, the one with the least need counts; a place that may be left out has no need. `offloads` as in
-    ``bound_least_budget``.
+    Of alternatives, the one with the least need counts; a place that may be left out has no need.
+
+    Args:
+        graph: a graph without transfers to the host, which are in `offloads`.
     """
     sizes = list_sizes(graph, graph.pools[0])
     held, stays, away = _compute_held_bytes(graph, sizes, budget_bytes, offloads)

@@ -78,7 +78,7 @@ def narrow_bracket(
         should_stop: polled; once True, the bracket so far is returned.
     """
     should_stop = should_stop or (lambda: False)
-    proved = bound_least_budget(*remove_offload(graph)).budget_bytes
+    proved = bound_least_budget(graph).budget_bytes
     best, found = known, simulate(graph, known).peak_bytes
     refused = proved  # nothing was found at this budget, though nothing was proved
     while found - proved > precision * found and measure_rest(clock) > 0 and not should_stop():
@@ -115,7 +115,7 @@ def find_least_known(
         least = find_least_offloaded(sending, clock.start_part(_SENDING * clock.limit), should_stop=should_stop)
         found.append(PartOf(graph, sending).schedule(least.schedule))
     if proved_bytes is None:
-        proved_bytes = bound_least_budget(rest, offloads).budget_bytes
+        proved_bytes = bound_least_budget(graph).budget_bytes
     if len(rest.ops) > len(rest.program):
         problem = build_problem(rest, rest.static_bytes)
         order = find_least_substitution(problem, clock.start_part(_INSTEAD * clock.limit), should_stop)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphs.ir import Graph
-from graphs.options.offload import remove_offload
 from graphs.options.selection import list_exact_ops
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
@@ -84,7 +83,7 @@ class KnownBudgets:
     def begin(self) -> Request:
         """Look for the least budget if the budget is tight; return the request of the solve, which starts from its schedule."""
         graph, clock, budget_bytes = self.request.graph, self.request.clock, self.request.budget_bytes
-        least_bytes = bound_least_budget(*remove_offload(graph)).budget_bytes
+        least_bytes = bound_least_budget(graph).budget_bytes
         if self.memory is not CountedMemory.ALLOCATED:
             beside = predict_beside(graph, self.memory)
             least_bytes = beside.bound(least_bytes) - beside.context_bytes

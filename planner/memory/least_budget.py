@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from graphs.errors import ScheduleError
 from graphs.ir import Graph
 from graphs.options import remove_options
-from graphs.options.offload import remove_offload
 from graphs.options.selection import TRACED
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
@@ -143,7 +142,7 @@ def _search(graph: Graph, memory: CountedMemory, stop: Callable[[], bool], *, re
 def _find_without_programs(order: Reordering, memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
     """Return the least budget in an order that is found without solving a program."""
     whole = add_pass_ends(order.graph).graph
-    proved_bytes = bound_least_budget(*remove_offload(whole)).budget_bytes
+    proved_bytes = bound_least_budget(whole).budget_bytes
     schedule = find_least_known(order.graph, WorkClock(_KNOWN), should_stop=stop, proved_bytes=proved_bytes)
     return _judge(order, schedule, memory, proved_bytes)
 

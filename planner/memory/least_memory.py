@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from graphs.ir import Graph
 from graphs.options import remove_options
-from graphs.options.offload import remove_offload
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from solvers.bounds import bound_least_budget
@@ -51,7 +50,7 @@ def solve_least_memory(
     best = keep_everything(remove_options(graph))
     simulation = simulate(graph, best)
     best_s, high_bytes = simulation.time_s, simulation.peak_bytes
-    low_bytes = proved_bytes = bound_least_budget(*remove_offload(graph)).budget_bytes - 1
+    low_bytes = proved_bytes = bound_least_budget(graph).budget_bytes - 1
     rounds = max(1, math.ceil(math.log2(max(2.0, (high_bytes - low_bytes) / max(1.0, _PRECISION * high_bytes)))))
     while high_bytes - low_bytes > _PRECISION * high_bytes + 1 and not (should_stop is not None and should_stop()):
         slice_s = _SEARCH_SHARE * clock.limit / rounds

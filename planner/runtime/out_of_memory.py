@@ -10,7 +10,6 @@ from torch import nn
 
 from graphs.errors import OutOfMemoryError
 from graphs.ir import Graph, Kind, Op
-from graphs.options.offload import remove_offload
 from graphs.pools import DEVICE, HOST
 from graphs.schedule import Compute
 from graphs.simulate import simulate
@@ -96,12 +95,11 @@ class PlannedMemory:
             return None, f"Lower host_budget= to '{_format_exact(wanted)}', or free memory of the host."
         if pool != DEVICE:
             return None, f"Free memory there, or leave out the device {pool!r}."
-        graph, offloads = remove_offload(self.graph)
-        least = bound_least_budget(graph, offloads)
+        least = bound_least_budget(self.graph)
         if wanted < least.budget_bytes:
             return None, (
                 f"No schedule of this step fits into what is free: at least {format_enough(least.budget_bytes)} are needed, "
-                f"where {describe_need(graph, least.need)}. Lower the batch size, or free memory."
+                f"where {describe_need(self.graph, least.need)}. Lower the batch size, or free memory."
             )
         return wanted, (
             f"Plan with budget='{_format_exact(wanted)}' in place of the present peak of {format_bytes(peak_bytes)}, or lower "

@@ -131,7 +131,7 @@ class Frontier:
 
         A schedule in another order may be faster than the bounds of this one. It counts only where none in this order fits.
         """
-        proved_bytes = bound_least_budget(*remove_offload(add_pass_ends(self.order.graph).graph)).budget_bytes
+        proved_bytes = bound_least_budget(add_pass_ends(self.order.graph).graph).budget_bytes
         if not self._counts_allocated:
             proved_bytes = predict_beside(self.order.source, self.memory).bound(proved_bytes)
         self.infeasible_bytes = max(self.infeasible_bytes, proved_bytes - 1)

@@ -32,11 +32,10 @@ def solve(request: Request) -> Result:
     whole = add_pass_ends(request.graph)
     same = (lambda schedule: schedule) if whole.graph is whole.source else None
     search = Search.of(request.map_to(whole.graph, whole.map_back, same))
-    program, offloads = search.problem.graph, search.problem.offloads
-    least = bound_least_budget(program, offloads)
+    least = bound_least_budget(search.problem.whole)
     settled = request.tolerance.first
     if request.budget_bytes < least.budget_bytes:
-        status, message = Status.INFEASIBLE, describe_too_small(program, request.budget_bytes, least)
+        status, message = Status.INFEASIBLE, describe_too_small(search.problem.graph, request.budget_bytes, least)
     else:
         try:
             run(search)

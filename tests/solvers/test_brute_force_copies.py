@@ -39,7 +39,7 @@ def case(seed: int, most_ops: int) -> Case | None:
     link = Link(draw.choice(rates), draw.choice(rates), draw.choice((0.0, 0.0, 0.5)))
     graph = apply_options(program, ("offload",), Surroundings(link, host_bytes))
     offloads = build_problem(graph, 1).offloads
-    least = bound_least_budget(program, offloads).budget_bytes
+    least = bound_least_budget(graph).budget_bytes
     peak = simulate(program, keep_everything(program)).peak_bytes
     budget = max(1, least - (draw.random() < 0.2) + round((peak - least) * draw.random() ** 2))
     try:

@@ -30,8 +30,7 @@ TRANSFORMER = transformer(TransformerSize(layers=2))
 def offering(graph: Graph, share: float, link_bytes_per_s: float) -> Problem:
     """With a budget from the bound of single ops (0) to the peak (1)."""
     whole = apply_options(graph, ("offload",), Surroundings(Link.even(link_bytes_per_s)))
-    offloads = build_problem(whole, 1).offloads
-    least, peak = bound_least_budget(graph, offloads).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
+    least, peak = bound_least_budget(whole).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
     return build_problem(whole, least + int(share * (peak - least)))
 
 

@@ -35,8 +35,9 @@ def once_each(made: int = 4, size: int = 10) -> Graph:
 
 @pytest.mark.parametrize(("host_bytes", "least"), [(None, 25), (40, 25), (39, 26), (30, 35), (12, 53), (0, 65)])
 def test_least_budget_depends_on_host_capacity(host_bytes: int | None, least: int) -> None:
-    program, offloads = remove_offload(with_trips(once_each(), host_bytes=host_bytes))
-    assert bound_least_budget(program, offloads).budget_bytes == least
+    whole = with_trips(once_each(), host_bytes=host_bytes)
+    program, offloads = remove_offload(whole)
+    assert bound_least_budget(whole).budget_bytes == least
     assert need_at(program, None, offloads).held_bytes == least - 25
     assert bound_least_budget(program).budget_bytes == 65
 
@@ -57,7 +58,7 @@ def test_the_host_makes_less_possible_than_recomputing_alone() -> None:
         without = simulate(program, find_least_known(program, WorkClock(0.5))).peak_bytes
         graph = with_trips(program, 1e9)
         simulation = simulate(graph, find_least_known(graph, WorkClock(0.5)))
-        assert bound_least_budget(*remove_offload(graph)).budget_bytes <= simulation.peak_bytes <= without
+        assert bound_least_budget(graph).budget_bytes <= simulation.peak_bytes <= without
         less += simulation.peak_bytes < without
     assert less > 0
 
@@ -69,7 +70,7 @@ def test_least_offloaded_budget_is_bracketed() -> None:
         draw = random.Random(seed)
         program = draw_graph(draw.randint(0, 10**6), draw.randint(3, 4))
         graph = with_trips(program, host_bytes=draw.choice((None, None, draw.randint(3, 20))))
-        proved = bound_least_budget(*remove_offload(graph)).budget_bytes
+        proved = bound_least_budget(graph).budget_bytes
         found = simulate(graph, find_least_known(graph, WorkClock(0.5))).peak_bytes
         assert proved <= found
         try:
@@ -102,5 +103,5 @@ def test_the_exact_solver_has_a_schedule_at_the_least_budget() -> None:
     assert bracket.proved_bytes <= bracket.found_bytes
     result = get_solver("windows")(ask(graph, bracket.found_bytes, time_limit_s=5))
     assert result.schedule is not None and result.peak_bytes is not None and result.peak_bytes <= bracket.found_bytes
-    refused = get_solver("windows")(ask(graph, bound_least_budget(*remove_offload(graph)).budget_bytes - 1))
+    refused = get_solver("windows")(ask(graph, bound_least_budget(graph).budget_bytes - 1))
     assert refused.status is Status.INFEASIBLE

@@ -79,11 +79,13 @@ def _explain_refusal(graph: Graph, surroundings: Surroundings) -> str:
 def _add_offload(graph: Graph, surroundings: Surroundings) -> Graph:
     """Return `graph` with transfers for each tensor that the program produces and reads on the device and does not keep.
 
-    States of generators are not offloaded, nor tensors that only optional ops produce, such as copies on other devices. Tensors
-    of less than ``LEAST_BYTES`` are offloaded only if there are no larger ones.
+    States of generators are not offloaded, nor tensors that only optional ops produce, such as copies on other devices, nor
+    those that a channel of the program fills or reads: a gather has its source at hand, and a reduction follows its last
+    gradient. Tensors of less than ``LEAST_BYTES`` are offloaded only if there are no larger ones.
     """
+    carried = {t for op in graph.program if op.is_transfer for t in (*op.inputs, *op.outputs)}
     made = [t for t in graph.tensors if t.size_bytes and not t.static and t.id not in graph.kept and t.held_for is None]
-    made = [t for t in made if t.producers[0] < len(graph.program)]
+    made = [t for t in made if t.producers[0] < len(graph.program) and t.id not in carried]
     # An op that draws from a state first writes it, and would have to wait for its transfer.
     made = [t for t in made if t.kind is not Kind.RANDOM_STATE and _is_read(graph, t)]
     large = [t for t in made if t.size_bytes >= LEAST_BYTES]

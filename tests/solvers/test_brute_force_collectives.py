@@ -1,4 +1,4 @@
-"""The exact solver with collectives on a channel, against all schedules of small graphs on two streams."""
+"""The exact solver with collectives on a channel, against all schedules of small graphs on two streams; on four with offload."""
 
 import random
 from dataclasses import replace
@@ -8,11 +8,13 @@ import pytest
 from graphs.ir import Graph, Phase
 from graphs.options import remove_options
 from graphs.options.gather import OVERLAP, CollectiveCost, Shard, Unit, insert_units
-from graphs.options.surroundings import Surroundings
+from graphs.options.offload import OFFLOAD
+from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from solvers.bounds import bound_least_budget
+from solvers.problem import build_problem
 from tests.support.solvers.answers import SLACK, Case, check_answers, check_models, check_optimum
 from tests.support.solvers.brute_force import fastest
 from tests.support.solvers.brute_force_collectives import fastest_with_collectives
@@ -51,12 +53,17 @@ def draw_units(draw: random.Random, ops: int) -> Graph:
     return replace(whole, ops=tuple(replace(op, phase=Phase.FORWARD) for op in whole.ops))  # one pass: transfers end with it
 
 
-def case(seed: int, most_ops: int) -> Case | None:
-    """None where a graph has too many schedules to try."""
+def case(seed: int, most_ops: int, *, offload: bool) -> Case | None:
+    """None where a graph has too many schedules to try, or nothing to offload."""
     draw = random.Random(seed)
     program = draw_units(draw, draw.randint(2, most_ops))
     graph = OVERLAP.add_to(program, Surroundings())
-    least, peak = bound_least_budget(graph).budget_bytes, simulate(program, keep_everything(program)).peak_bytes
+    if offload:
+        graph = OFFLOAD.add_to(graph, Surroundings(Link.even(draw.choice((1.0, 2.0, 4.0)))))
+        if not build_problem(graph, 1).offloads:
+            return None
+    least = bound_least_budget(graph).budget_bytes
+    peak = simulate(program, keep_everything(program)).peak_bytes
     budget = max(1, least - (draw.random() < 0.1) + round((1.3 * peak - least) * draw.random() ** 2))
     try:
         optimum = fastest_with_collectives(graph, budget)
@@ -65,27 +72,30 @@ def case(seed: int, most_ops: int) -> Case | None:
     return Case(seed, graph, budget, optimum)
 
 
-def cases(seeds: range, most_ops: int) -> list[Case]:
-    return [found for seed in seeds if (found := case(seed, most_ops)) is not None]
+def cases(seeds: range, *, offload: bool = False) -> list[Case]:
+    return [found for seed in seeds if (found := case(seed, 4 - offload, offload=offload)) is not None]
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
-def test_solve_with_overlap_agrees_with_brute_force(seeds: range) -> None:
-    found = cases(seeds, most_ops=4)
-    assert len(found) > len(seeds) / 2
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+def test_solve_with_overlap_agrees_with_brute_force(seeds: range, offload: bool) -> None:
+    found = cases(seeds, offload=offload)
+    assert len(found) > len(seeds) / 3
     feasible, met, gained = check_answers(found)
     assert met >= 0.9 * feasible
     assert gained >= 0.3 * feasible
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
-def test_relaxation_with_overlap_never_exceeds_the_brute_force_optimum(seeds: range) -> None:
-    assert sum(map(check_models, cases(seeds, most_ops=4))) >= 0.4 * len(seeds)
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+def test_relaxation_with_overlap_never_exceeds_the_brute_force_optimum(seeds: range, offload: bool) -> None:
+    found = cases(seeds, offload=offload)
+    assert sum(map(check_models, found)) >= 0.4 * len(found)
 
 
 def test_the_best_of_all_schedules_is_one() -> None:
     judged = 0
-    for one in cases(range(40), most_ops=4):
+    for one in cases(range(40)):
         if one.optimum is not None:
             check_optimum(one)
             without = fastest(remove_options(one.graph), one.budget_bytes)

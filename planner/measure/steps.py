@@ -22,7 +22,7 @@ from planner.plans.eager import Difference
 from planner.runtime.allocator import measure_memory_rise
 from planner.runtime.arena_allocator import keep_idle_pages
 from planner.runtime.libraries import warm_up_libraries
-from planner.torch_private.core import pytree
+from planner.torch_private.core import get_local_tensor, pytree
 
 # step(*batch) or step(**batch) -> loss, a tuple that begins with the loss, or a dict with a "loss"
 Step = Callable[..., Any]
@@ -208,7 +208,10 @@ class Isolated:
         loss = get_loss(returned)
         if self._ends is None:
             reached, nested = _find_ends(loss)
-            if nested:  # a nested pass ends at parameters that the outer graph does not reach
+            ends = {id(tensor) for tensor in reached}
+            # A nested pass ends at parameters that the outer graph does not reach, FSDP2's hooks at shards behind whole ones.
+            nested |= any(get_local_tensor(t) is not t and id(t) not in ends for t in self._known.values())
+            if nested:
                 reached = list({id(tensor): tensor for tensor in (*reached, *self._known.values())}.values())
             self._ends = reached, nested
         reached, nested = self._ends
@@ -289,8 +292,8 @@ def describe_device(device: torch.device) -> str:
 
 
 def _copy(value: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a copy of `value` on the host, since the other step may need all of the device."""
-    return None if value is None else value.detach().to("cpu", copy=True)
+    """Return a copy of `value`, or of its shard, on the host, since the other step may need all of the device."""
+    return None if value is None else get_local_tensor(value.detach()).to("cpu", copy=True)
 
 
 def _are_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

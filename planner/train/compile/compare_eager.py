@@ -4,7 +4,7 @@ Eager PyTorch is run twice where the planned step differs from it, since on a GP
 differs is found by digests of all values, so that the warning names the cause and not the loss.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from statistics import median
@@ -22,13 +22,14 @@ from planner.capture.replay import RealStep, collect_written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.measure.pool_memory import measure_peak
-from planner.measure.steps import Isolated, Step, StepOutcome, compute_ratio, measure_outcome, turn_times
+from planner.measure.steps import Isolated, Step, compute_ratio, measure_outcome, turn_times
 from planner.memory.release import release_unused
 from planner.plans.eager import DifferingOp, EagerComparison
 from planner.plans.keep_everything import explain_not_fitting
 from planner.plans.plan import Plan
 from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import TorchDispatchMode, pytree
+from planner.train.distributed.ranks import ALONE, SingleProcess
 
 _MOST_TURNS = 9
 _TURNS_S = 0.5  # seconds for all turns of both steps; at least one turn
@@ -37,6 +38,7 @@ _MUCH = 1.5
 _ROUNDING = 0.05  # of the largest element: partial sums in half precision are far below
 _MORE_THAN_PREDICTED = 3.0  # of a gradient error
 _LEAST_S, _LEAST_BYTES = 0.02, 32 * 2**20
+_FSDP2 = "FSDP2"
 _CAPTURED = "one op was captured as several; please report it"
 _BUSY_OR_CAPTURED = f"other work ran on the machine, and planning again helps, or {_CAPTURED}"
 
@@ -47,47 +49,55 @@ def compare_with_eager(
     step: TrainingStep,
     batch: Batch,
     *,
-    known: EagerComparison | None = None,
-    allowed: bool = False,
-    lossy: bool = False,
+    plan: Plan | None = None,
+    together: SingleProcess = ALONE,
 ) -> EagerComparison:
     """Compare `planned` with `step` from the current random state; restore `step` and `batch` afterwards.
 
-    With Inductor's kernels, the reference is PyTorch's own run of them in place of `step`.
+    With Inductor's kernels, the reference is PyTorch's own run of them in place of `step`. Under FSDP2 `step` runs by its hooks:
+    all processes run the same steps, and each compares its own shards.
 
     Args:
         captured: the capture of `step`.
         planned: the step that runs by a plan.
         step: model and loss function, as they are called in eager mode.
         batch: real tensors.
-        known: an earlier comparison of the same plan. If the bits are equal in both, its time and peak are reused.
-        allowed: True if differences are allowed by the user's options: their size is measured, but not where they begin.
-        lossy: True if gradients may differ by more than rounding: their error is measured.
+        plan: that of `planned`. Differences that it allows are measured, but not where they begin; of a lossy one the error of
+            gradients too. Time and peak of an earlier comparison are reused if the bits are equal in both.
+        together: the processes that run each step together.
     """
     reference, reference_name = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
+    reference_name = reference_name if together.is_alone else _FSDP2
     if captured.guards is not None:
         reference = captured.guards.wrap_uncounted(reference, step)
     device = next(step.parameters()).device
-    if failure := explain_not_fitting(captured.graph, device):
+    if failure := _find_first(together, explain_not_fitting(captured.graph, device)):
         return EagerComparison(failure=failure, reference=reference_name)
-    undone, written = (
-        UndoWrites(),
-        collect_written_tensors(captured, step, batch),
-    )  # autograd does not see writes of Inductor's kernels
+    # Autograd does not see writes of Inductor's kernels. FSDP2 writes into memory of its own, which it frees and takes again.
+    undone = UndoWrites() if together.is_alone else None
+    written = collect_written_tensors(captured, step, batch)
     try:
         plain = measure_outcome(reference, step, batch, written=written, undone=undone)
     except Exception as error:  # noqa: BLE001  # whatever stops PyTorch, the plan is good all the same
-        return EagerComparison(failure=_describe_failure(error, device), reference=reference_name)
-    written += undone.written
+        failure = _describe_failure(error, device)
+    if failure := _find_first(together, failure):
+        return EagerComparison(failure=failure, reference=reference_name)
+    written += [] if undone is None else undone.written
     found = measure_outcome(planned, step, batch, written=written)
     names = plain.list_differences(found)
-    if known is not None and known.identical and known.planned_time_s and not names:
+    differ = any(together.gather(bool(names)))
+    known, allowed = (None, False) if plan is None else (plan.eager, bool(plan.differs))
+    if known is not None and known.identical and known.planned_time_s and not differ:
         return known
-    own_error = _measure_own_error(plain, reference, step, batch, written) if names and not allowed else None
-    unexplained = bool(names) and not allowed and own_error is None
+    own_error = None
+    if differ and not allowed:
+        again = measure_outcome(reference, step, batch, written=written, undone=None if undone is None else UndoWrites())
+        own_error = plain.compute_gradient_error(again) if plain.list_differences(again) else None
+    lossy = plan is not None and plan.gradient_error is not None
+    unexplained = bool(names) and not allowed and own_error is None and together.is_alone
     with preserve_training_state(step, batch, written=written):
         steps = {"plain": Isolated(reference, step, batch), "planned": Isolated(planned, step, batch)}
-        time_s, ratio, spread = _compare_times(steps, step, batch)
+        time_s, ratio, spread = _compare_times(steps, step, batch, together)
         peak_bytes = measure_peak(captured, reference, step, batch).peak_bytes
     return EagerComparison(
         differences=tuple(plain.compute_difference(name, found) for name in names),
@@ -109,12 +119,9 @@ def _describe_failure(error: Exception, device: torch.device) -> str:
     return typed_line(error)
 
 
-def _measure_own_error(
-    plain: StepOutcome, reference: Step, step: TrainingStep, batch: Batch, written: Sequence[torch.Tensor]
-) -> float | None:
-    """Return the gradient error of a second run of eager PyTorch; None if it has the bits of the first."""
-    again = measure_outcome(reference, step, batch, written=written, undone=UndoWrites())
-    return plain.compute_gradient_error(again) if plain.list_differences(again) else None
+def _find_first(together: SingleProcess, reason: str) -> str:
+    """Return the reason of the first of the processes that has one, "" if none has."""
+    return next(filter(None, together.gather(reason)), "")
 
 
 def warn_of_differences(plan: Plan) -> None:
@@ -134,7 +141,8 @@ def warn_of_differences(plan: Plan) -> None:
     elif not (eager.identical or eager.within_own_error):
         warn_caller(f"the planned step {eager.describe_differences()}", EagerWarning)
     kept_bytes = plan.graph.keep_everything_peak_bytes
-    if kept_bytes > max(_MUCH * eager.peak_bytes, eager.peak_bytes + _LEAST_BYTES):
+    frees = eager.reference == _FSDP2  # units after each pass, which keeping everything does not
+    if kept_bytes > max(_MUCH * eager.peak_bytes, eager.peak_bytes + _LEAST_BYTES) and not frees:
         _warn_dearer(format_bytes(kept_bytes), f"{eager.reference} {format_bytes(eager.peak_bytes)}", why=_CAPTURED)
     kept_s = eager.planned_time_s / (1 + plan.overhead)
     if kept_s > max(_MUCH * eager.time_s, eager.time_s + _LEAST_S):
@@ -145,14 +153,16 @@ def _warn_dearer(kept: str, plain: str, *, why: str) -> None:
     warn_caller(f"the captured step takes {kept} without recomputation, and {plain}: {why}", EagerWarning)
 
 
-def _compare_times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch) -> tuple[float, float, float]:
+def _compare_times(
+    steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch, together: SingleProcess
+) -> tuple[float, float, float]:
     """Return the seconds of a plain step, the ratio of a planned step to it, and the spread of that ratio.
 
     Both have run before. A turn that takes all the time there is for turns counts; otherwise it was a warm-up.
     """
     parameters = list(step.parameters())
     found = turn_times(steps, batch, parameters=parameters, repeats=1, warm_up=False)
-    if (turns := min(_MOST_TURNS, int(_TURNS_S / sum(map(sum, found.values()))))) > 0:
+    if (turns := min(together.gather(min(_MOST_TURNS, int(_TURNS_S / sum(map(sum, found.values()))))))) > 0:
         found = turn_times(steps, batch, parameters=parameters, repeats=turns, warm_up=False)
     return median(found["plain"]), *compute_ratio(found["planned"], found["plain"])
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -409,18 +409,15 @@ class Compiler:
     def _compare(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
         """Return `plan` with its comparison with eager PyTorch, if requested; return freed memory to the system."""
         eager = None
-        if self.compare_eager and self.wrapper.together.is_alone:
+        if self.compare_eager and not self.wrapper.sums_gradients:
             step = TrainingStep(self.wrapper.module, self.loss_fn)
+
+            def planned(*args: object, **kwargs: object) -> Any:
+                self.wrapper.reshard()
+                return executor(*args, **kwargs)
+
             with self.stages.run_stage(Stage.COMPARE):
-                eager = compare_with_eager(
-                    captured,
-                    executor,
-                    step,
-                    batch,
-                    known=plan.eager,
-                    allowed=bool(plan.differs),
-                    lossy=plan.gradient_error is not None,
-                )
+                eager = compare_with_eager(captured, planned, step, batch, plan=plan, together=self.wrapper.together)
         if executor.device.type == "cuda" and not library_users:
             clear_cublas_workspaces()  # which measuring eager PyTorch has allocated
         release_unused(executor.device)

@@ -49,6 +49,9 @@ class SingleProcess:
         return make()
 
 
+ALONE = SingleProcess()
+
+
 class Ranks(SingleProcess):
     """The processes of a group. All call the same methods, in the same order."""
 

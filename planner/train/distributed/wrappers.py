@@ -33,7 +33,7 @@ from planner.runtime.transfers.channels import HostChannels
 from planner.settings.plan import PlanSettings
 from planner.train.distributed.failures import ToldPasses, begin_step, tell_failures
 from planner.train.distributed.gathers import Collective, add_units, measure_time, set_state_of_shards
-from planner.train.distributed.ranks import Ranks, SingleProcess
+from planner.train.distributed.ranks import ALONE, Ranks, SingleProcess
 from planner.train.distributed.units import Sharding, UnitPasses, describe_synchronization, get_process_group, list_units
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Unwrapped:
     def __init__(self, module: nn.Module, ranks: SingleProcess) -> None:
         self.module = module
         self.ranks = ranks
-        self.together = SingleProcess()
+        self.together = ALONE
         self.sharding = Unsharded()
         self._channels: HostChannels | None = None
 
@@ -61,6 +61,14 @@ class Unwrapped:
     def mode(self) -> Hashable:
         """The treatment of gradients, which decides on the ops of a step; None if it is the same in each."""
         return None
+
+    @property
+    def sums_gradients(self) -> bool:
+        """True if a step adds whole gradients to sums of the wrapper."""
+        return False
+
+    def reshard(self) -> None:
+        """Free what the wrapper has gathered outside of steps."""
 
     def create_channels(self, host_bytes: int | None) -> HostChannels:
         """Return the channels to the host for all plans of this wrapper, with the `host_bytes` of the first call."""
@@ -149,7 +157,7 @@ class Sharded(Unwrapped):
 
     def __init__(self, model: nn.Module) -> None:
         self._modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._reshard()  # the outermost unit stays gathered after a forward pass
+        self.reshard()  # the outermost unit stays gathered after a forward pass
         meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
         if len(meshes) != 1 or (mesh := meshes.pop()).ndim > 2:
             raise TraceError(
@@ -167,10 +175,15 @@ class Sharded(Unwrapped):
         """The treatment of the gradients of each unit."""
         return describe_synchronization(self._units)
 
+    @property
+    def sums_gradients(self) -> bool:
+        """True if gradients of a unit are added to a sum, as ``set_requires_gradient_sync`` says."""
+        return any(unit.adds for unit in self._units)
+
     @contextmanager
     def open(self) -> Iterator[None]:
         """Leave the parameters sharded; reshard those that are gathered."""
-        self._reshard()
+        self.reshard()
         yield
 
     def capture(
@@ -214,12 +227,13 @@ class Sharded(Unwrapped):
                 return executor(*args, **kwargs)
             begin_step()
             with tell_failures():
-                self._reshard()  # what an evaluation has gathered
+                self.reshard()  # what an evaluation has gathered
                 return executor(*args, **kwargs)
 
         return step
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
+        """Free the parameters that FSDP2 has gathered."""
         for module in self._modules:
             module.reshard()
 
@@ -249,7 +263,7 @@ def unwrap(model: nn.Module | Unwrapped) -> Unwrapped:
         return Sharded(model)
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise TraceError("the parameters of the model are DTensors: plan the model before, or shard it with fully_shard")
-    return Unwrapped(model, SingleProcess())
+    return Unwrapped(model, ALONE)
 
 
 class _Proxy(nn.Module):

@@ -16,6 +16,7 @@ from planner.capture.program.program import call_of
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.measure.steps import StepOutcome
 from planner.plans.document import write_plan
 from planner.plans.eager import DifferingOp, EagerComparison
 from planner.runtime.executor import Executor
@@ -180,7 +181,7 @@ def test_a_kept_plan_is_compared_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert compiled(plain(), cache=tmp_path, compare_eager=False).plan.eager is None
     assert len(list(tmp_path.iterdir())) == 1
     found_names = iter((("loss",), ()))  # beside the plan, and beside another run of eager PyTorch
-    monkeypatch.setattr(compare_eager.StepOutcome, "list_differences", lambda *_: next(found_names))
+    monkeypatch.setattr(StepOutcome, "list_differences", lambda *_: next(found_names))
     write_plan(first.plan, path)
     with pytest.warns(EagerWarning, match="differs from eager in loss"):
         assert not compiled(plain(), cache=tmp_path).plan.eager.identical

@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import planner
 from benchmarks.process_memory import read_status_bytes, reset_highest_rss
-from graphs.errors import BudgetError, InfeasibleError, MismatchError, PlannerError, TraceError
+from graphs.errors import BudgetError, EagerWarning, InfeasibleError, MismatchError, PlannerError, TraceError
 from graphs.options.gather import GATHER, REDUCE
+from graphs.pools import DEVICE_TO_HOST
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from planner.measure.steps import measure_memory
@@ -52,6 +53,7 @@ SETTINGS: dict[str, Any] = {
     "compare_eager": False,
 }
 OVERLAP = SETTINGS | {"options": ["overlap"]}
+OFFLOAD = OVERLAP | {"options": ["overlap", "offload"], "link": "1000GB/s", "host_budget": "1GB"}
 
 
 class Block(nn.Module):
@@ -187,17 +189,39 @@ def check_bits(rank: int, *, model: dict[str, Any] | None = None, batches: int =
     train(rank, Net(**(model or {})), partial(shard, **options), batches=batches)
 
 
-def check_overlap(rank: int, *, model: dict[str, Any] | None = None, batches: int = 1, **options: Any) -> None:
+def check_overlap(
+    rank: int, *, model: dict[str, Any] | None = None, batches: int = 1, settings: dict[str, Any] = OVERLAP, **options: Any
+) -> None:
     """Collectives in another thread: the same bits, and what they hold is planned, whenever they end."""
     torch.manual_seed(0)
-    step = train(rank, Net(**(model or {})), partial(shard, **options), batches=batches, settings=OVERLAP)
+    step = train(rank, Net(**(model or {})), partial(shard, **options), batches=batches, settings=settings)
     graph = step._executor.graph
-    sent = [op for op in graph.ops if op.is_transfer]
+    assert (DEVICE_TO_HOST in {graph.ops[op].stream for op in step.plan.schedule.computed}) == (settings is OFFLOAD)
+    sent = [op for op in graph.program if op.is_transfer]
     assert len(sent) == 8 and {op.target for op in sent} == {GATHER, REDUCE}
     schedule = Schedule(tuple(x for x in step.plan.schedule.steps if isinstance(x, Compute)))
     order = [graph.ops[op] for op in schedule.computed]
     early = [a for a, b in pairwise(order) if a.target == GATHER and set(a.outputs).isdisjoint(b.inputs)]
     assert early or any(b.target != REDUCE for a, b in pairwise(order) if a.target == REDUCE)
+
+
+def check_comparison(rank: int) -> None:
+    """A plan is compared with a step of FSDP2, by all processes at once, and the model trains on as it would have."""
+    torch.manual_seed(0)
+    settings = SETTINGS | {"compare_eager": True}
+    eager = train(rank, Net(), shard, settings=settings).plan.eager
+    assert eager.identical and eager.reference == "FSDP2" and eager.peak_bytes and eager.planned_time_s
+
+    def double(_: nn.Module, __: Any, logits: Tensor) -> Tensor:
+        return 2 * logits
+
+    double.__module__ = "torch.distributed.fsdp"  # as a hook that is not captured
+    other = shard(Net())
+    if rank:
+        other.register_forward_hook(double)
+    with pytest.warns(EagerWarning, match=f"planned step differs from FSDP2 in {'loss' if rank else 'gradient of'}"):
+        step = planner.compile(other, compute_loss, make_batch(rank), budget="100%", **settings)
+    assert step.plan.eager.first_op is None
 
 
 def check_sums(rank: int, *, model: dict[str, Any] | None = None, together: bool = True, **options: Any) -> None:
@@ -436,11 +460,12 @@ def check_refusals_of_meshes(rank: int) -> None:
 
 def test_two_processes_train_as_fsdp2(tmp_path: Path) -> None:
     tied = partial(check_bits, model={"tied": True, "frozen": True})
-    on_processes(2, (tied, check_peak_in_a_reduction, check_capture, check_refusals), tmp_path)
+    on_processes(2, (tied, check_peak_in_a_reduction, check_capture, check_comparison, check_refusals), tmp_path)
 
 
 def test_collectives_overlap_with_computation(tmp_path: Path) -> None:
-    on_processes(2, (partial(check_overlap, model={"tied": True, "frozen": True}),), tmp_path)
+    tied = partial(check_overlap, model={"tied": True, "frozen": True})
+    on_processes(2, (tied, partial(check_overlap, settings=OFFLOAD)), tmp_path)
 
 
 @pytest.mark.slow

@@ -4,11 +4,13 @@ Where the supported releases of PyTorch differ, it is decided here, and ``make t
 both ends.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from random import Random
+from traceback import walk_tb
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -399,6 +401,16 @@ def find_graph_breaks(function: Callable[..., Any], args: tuple[Any, ...], kwarg
 def count_captured_graphs() -> int:
     """Return how many graphs Dynamo has captured in this process."""
     return int(dynamo_utils.counters["stats"]["unique_graphs"])
+
+
+def list_recompile_reasons(error: FailOnRecompileLimitHit) -> list[str]:
+    """Return the guards that a call does not pass, one of each capture of code that was captured too often, the last first."""
+    for frame, _ in walk_tb(error.__traceback__):
+        code, entries = frame.f_locals.get("code"), frame.f_locals.get("cache_entries")
+        if code is not None and entries:
+            reasons = dynamo_utils.guard_failures[code][-len(entries) :]
+            return [re.sub(r"^\d+/\d+: ", "", reason.partition("\n")[0]) for reason in reasons]
+    return []
 
 
 def is_compiling_forbidden() -> bool:

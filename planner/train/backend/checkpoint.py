@@ -1,5 +1,6 @@
 """``planner.checkpoint(model, budget="8GB")``: keeps a model's activations within a budget in any training loop."""
 
+import re
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -11,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from graphs.errors import PlannerError
 from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.frontend.joint import find_logging_methods
+from planner.capture.guards.messages import get_code
 from planner.capture.step import check_module
 from planner.progress import OnProgress
 from planner.settings.budget import read_budget
@@ -23,6 +25,7 @@ from planner.torch_private.capture import (
     count_captured_graphs,
     dynamo_config,
     is_compiling_forbidden,
+    list_recompile_reasons,
 )
 from planner.train.backend import backend
 from planner.train.backend.settings import parse_backend_options
@@ -30,7 +33,7 @@ from planner.train.backend.settings import parse_backend_options
 M = TypeVar("M", bound=nn.Module)
 
 _MARK = "_remat_planner_checkpoint"  # an attribute of wrapped calls
-_MOST_SIZES = 64  # input sizes, each captured and planned
+_MOST_SIZES = 64  # captures, mostly for input sizes, each of which is planned
 
 
 @shorten_traceback
@@ -70,7 +73,7 @@ def checkpoint(
 
     Raises:
         PlannerError: an option is wrong, or another compiler has compiled the model. When the model is called: options do not go
-            together, or inputs have too many sizes.
+            together, or the model is captured for too many sizes or values.
         InfeasibleError, LimitError: as in ``planner.solve``, when the model is called.
 
     Examples:
@@ -102,6 +105,19 @@ def checkpoint(
         model, torch.compile(_build_own_call(model), backend=backend.planner, dynamic=False, options=asked)
     )
     return model
+
+
+def _describe_changes(guards: Sequence[str]) -> str:
+    """Return why a model was captured too often, by the guards that a call does not pass, of the last capture first."""
+    others = [get_code(guard) for guard in guards if not re.search(r"^tensor .* (size|rank) mismatch", guard)]
+    if not others:
+        called = f"the model was called with inputs of more than {_MOST_SIZES} sizes"
+        return f"{called}, and each needs its own plan: pad inputs to a few sizes"
+    return (
+        f"the model was captured {_MOST_SIZES} times, and each capture needs its own plan: values that its code reads differ "
+        f"between calls (`{others[0]}` held when it was captured last, and does not now). Pass such a value as a tensor, or "
+        "read it outside of forward()"
+    )
 
 
 def _build_own_call(model: nn.Module) -> Callable[..., Any]:
@@ -139,11 +155,8 @@ def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(error.inner_exception, PlannerError):
                 raise error.inner_exception from None
             raise
-        except FailOnRecompileLimitHit:
-            raise PlannerError(
-                f"the model was called with inputs of more than {_MOST_SIZES} sizes, and each needs its own plan: pad "
-                "inputs to a few sizes"
-            ) from None
+        except FailOnRecompileLimitHit as error:
+            raise PlannerError(_describe_changes(list_recompile_reasons(error))) from None
         was_first, is_first = is_first, is_first and is_compiling_forbidden()
         if was_first and not is_first and count_captured_graphs() == before:
             warn_caller(

@@ -167,10 +167,12 @@ class JointPlanning:
         return max(0, room - graph.captured.graph.static_bytes - kept[graph])
 
     def _build_infeasible_error(self, graph: PlannedGraph, room: int, found: Mapping[PlannedGraph, Schedule]) -> InfeasibleError:
-        each = [format_bytes(count_kept_bytes(g.captured.graph, found[g])) if g in found else "?" for g in self._order]
+        others = [other for other in self._order if other in found and other is not graph]
+        kept_bytes = sum(count_kept_bytes(other.captured.graph, found[other]) for other in others)
+        keeping = f" (they keep {format_bytes(kept_bytes)} between the passes)" if kept_bytes else ""
         return InfeasibleError(
-            f"budget {format_bytes(self._whole)} is too small for the {len(self._order)} graphs that the model is captured as: "
-            f"the others leave {format_bytes(max(0, room))} to graph {self._order.index(graph) + 1}, and no schedule was found "
-            f"for it; between the passes the graphs keep {', '.join(each)}. Raise the budget, lower the batch size, or remove "
-            "graph breaks (TORCH_LOGS=graph_breaks shows them)"
+            f"budget {format_bytes(self._whole)} is too small for the {len(self._order)} graphs that the model is captured "
+            f"as: the others leave {format_bytes(max(0, room))} to graph {self._order.index(graph) + 1}{keeping}, and no "
+            "schedule was found for it. Raise the budget, lower the batch size, or remove graph breaks "
+            "(TORCH_LOGS=graph_breaks shows them)"
         )

@@ -206,13 +206,34 @@ def test_wrong_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         planner.checkpoint(small(), budget="10 B")(torch.randn(3, 8))
 
 
-def test_no_size_runs_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+@pytest.mark.parametrize(
+    ("make", "rows", "said"),
+    [
+        (small, 1, "inputs of more than 2 sizes, and each needs its own plan: pad inputs"),
+        (
+            lambda: Counting(8, 8),
+            0,
+            r"captured 2 times.*: values that its code reads differ between calls \(`model.calls == 1` held",
+        ),
+    ],
+)
+def test_no_call_runs_without_a_plan(
+    make: Callable[[], nn.Module], rows: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "_MOST_SIZES", 2)
-    model = planner.checkpoint(small(), budget="1MB", **QUICK)
-    for size in (3, 4):
-        model(torch.randn(size, 8))
-    with pytest.raises(PlannerError, match="inputs of more than 2 sizes, and each needs its own plan: pad inputs"):
-        model(torch.randn(5, 8))
+    model = planner.checkpoint(make(), budget="1MB", **QUICK)
+    for i in range(2):
+        model(torch.randn(3 + i * rows, 8))
+    with pytest.raises(PlannerError, match=said):
+        model(torch.randn(3 + 2 * rows, 8))
 
 
 def check_ddp(rank: int) -> None:

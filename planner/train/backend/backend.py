@@ -38,6 +38,7 @@ from planner.torch_private.capture import (
     ParamAOTInput,
     PlainAOTInput,
     aot_autograd,
+    call_compiled_modules_by,
     carry_sparse_tensors_where,
     configure_dynamo_where,
     default_partition,
@@ -52,6 +53,7 @@ from planner.torch_private.core import keep_in_graphs, pytree
 from planner.train.backend import polyfills as polyfills  # registers them with Dynamo
 from planner.train.backend.joint_capture import capture_joint, rewrite_as_eager
 from planner.train.backend.missing_gradients import leave_out_unread
+from planner.train.backend.model_calls import call_model
 from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
 from planner.train.backend.settings import BackendSettings, parse_backend_options
 from planner.train.backend.shared_budget import SharedBudget
@@ -278,7 +280,12 @@ def _find_backend(translator: InstructionTranslatorBase) -> Callable[..., Any]:
 
 def _is_planned(translator: InstructionTranslatorBase) -> bool:
     """Return True if a frame is compiled for this backend."""
-    return translator.output.compiler_fn is not None and getattr(_find_backend(translator), "compiler_fn", None) is planner
+    return translator.output.compiler_fn is not None and _is_planner(_find_backend(translator))
+
+
+def _is_planner(made_by: Callable[..., Any]) -> bool:
+    """Return True if the backend object of a ``torch.compile`` call is of this backend."""
+    return getattr(made_by, "compiler_fn", None) is planner
 
 
 def _is_run_as_eager(translator: InstructionTranslatorBase) -> bool:
@@ -297,6 +304,7 @@ ExitStack().enter_context(call_at_end(write_data_in_place_where(_is_planned, Exi
 configure_dynamo_where(_is_planned, use_numpy_random_stream=True, **GRADIENT_SETTINGS)
 carry_sparse_tensors_where(_is_planned)
 leave_random_objects_where(_is_planned)
+call_compiled_modules_by(_is_planner, call_model)
 
 
 def _choose_device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:

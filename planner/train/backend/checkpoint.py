@@ -28,6 +28,7 @@ from planner.torch_private.capture import (
     list_recompile_reasons,
 )
 from planner.train.backend import backend
+from planner.train.backend.model_calls import call_model
 from planner.train.backend.settings import parse_backend_options
 
 M = TypeVar("M", bound=nn.Module)
@@ -65,8 +66,8 @@ def checkpoint(
     Args:
         model: the model that the loop calls, before it is wrapped in ``DistributedDataParallel``.
         budget: as in ``planner.compile``, for the model's parameters, buffers, inputs, gradients and activations. A share is of
-            the largest peak without recomputation so far. The loss function, optimizer state and gradients of earlier batches are
-            not counted. None removes the plan.
+            the largest peak without recomputation so far. The loss function, optimizer state, gradients of earlier batches, and
+            what autograd holds for code before the model, if this is a part of another, are not counted. None removes the plan.
         time_limit_s, wait, tolerance, kernels, options, link, host_budget, check_writes, memory, params, on_progress: as in
             ``planner.compile``.
         roofline: device for modelled times; None to measure each op on the model's device.
@@ -150,7 +151,7 @@ def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
         before = count_captured_graphs()
         try:
             with settings, capture_later():
-                result = planned(*args, **kwargs)
+                result = call_model(planned, args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, PlannerError):
                 raise error.inner_exception from None

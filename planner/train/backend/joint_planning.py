@@ -18,7 +18,13 @@ from planner.train.backend.rest_of_step import (
     map_back_rest,
 )
 from planner.train.backend.shared_channels import compute_host_room
-from planner.train.backend.step_memory import PassStorages, compute_bytes_of_others, compute_peak_bytes, compute_peak_of_unplanned
+from planner.train.backend.step_memory import (
+    PassStorages,
+    compute_bytes_of_others,
+    compute_peak_bytes,
+    compute_peak_of_unplanned,
+    shrink_left_out,
+)
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
 
@@ -123,6 +129,15 @@ class JointPlanning:
                     raise self._build_infeasible_error(graph, room, found)
                 found[graph], kept[graph] = schedule, count_kept_bytes(graph.captured.graph, schedule)
         unplanned_bytes = self._compute_peak_of_unplanned(kept)
+        excess_bytes = unplanned_bytes - self._whole
+        if excess_bytes > 0 and (left_out_bytes := shrink_left_out(self._seen, excess_bytes)):
+            warn_caller(
+                f"code of the model that Dynamo leaves out takes about {format_bytes(left_out_bytes)}, and steps exceed the "
+                f"budget of {format_bytes(self._whole)} by about {format_bytes(excess_bytes)}, though the planned graphs keep as "
+                "little as they can. TORCH_LOGS=graph_breaks names the lines: rewrite them, raise the budget, or train in a "
+                "block of planner.rematerialize(budget=...), which needs no graph"
+            )
+            unplanned_bytes = self._compute_peak_of_unplanned(kept)
         if unplanned_bytes > self._whole:
             raise InfeasibleError(
                 f"budget {format_bytes(self._whole)} is too small: a graph that runs without a plan takes "

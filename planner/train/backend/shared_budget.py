@@ -12,7 +12,7 @@ little.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -52,6 +52,7 @@ from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import OptionSettings
 from planner.train.backend.joint_planning import JointPlanning
+from planner.train.backend.model_calls import CALL, get_outside
 from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
 from planner.train.backend.rest_of_step import (
     add_rest,
@@ -68,6 +69,7 @@ from planner.train.backend.step_memory import (
     compute_peak_bytes,
     compute_peak_of_unplanned,
     count_bytes_beside_requests,
+    find_left_out,
     find_unread,
     list_sizes_beside_requests,
 )
@@ -330,6 +332,8 @@ class SharedBudget:
             self._left_on = None
         if graph.changed:
             self._count_copies(graph)
+        if (call := CALL.get()) is not None:
+            call.budget = self
         if self._learning:
             self.known_graphs[graph] = self._collect_storages(args)
         run = _ForwardRun(graph, self.known_graphs[graph])
@@ -348,7 +352,7 @@ class SharedBudget:
         def call(*args: Any) -> Any:
             returned = compiled(*args)
             if self._learning:
-                seen = PassStorages.of(args, graph)
+                seen = PassStorages.of(args, graph, get_outside())
                 seen.add_outputs(returned)
                 if any(run.alive for run in self.forward_runs):
                     self.forward_runs[-1].seen.followed_by.append(seen)
@@ -358,9 +362,15 @@ class SharedBudget:
 
         return call
 
+    def count_left_out(self, nodes: Collection[Any], outside: Collection[Any]) -> None:
+        """Count what autograd holds behind `nodes`, the results of the model, for code after the last of its planned graphs."""
+        alive = [run.seen for run in self.forward_runs if run.alive]
+        if self._learning and alive and (left_out := find_left_out(alive, nodes, outside)) is not None:
+            alive[-1].followed_by.append(left_out)
+
     def _collect_storages(self, inputs: Iterable[object]) -> PassStorages:
         """Return the storages that are known before a pass of a planned graph."""
-        found = PassStorages.of(inputs)
+        found = PassStorages.of(inputs, outside=get_outside())
         for seen in self._before.values():
             found.hold(seen)
         return found

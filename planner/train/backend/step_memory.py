@@ -4,8 +4,8 @@ Graphs without a plan count too. Before, a piece that no gradient flows through 
 differential equations exceeded its budget by the bytes of its batch.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,18 @@ from planner.train.backend.rest_of_step import count_kept_bytes
 if TYPE_CHECKING:
     from planner.train.backend.unplanned_graph import UnplannedGraph
 
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Code that Dynamo leaves out.
+
+    Attributes:
+        peak_bytes: about the most that it takes.
+    """
+
+    peak_bytes: int
+
+
 # Bytes by the identity of a storage.
 Storages = dict[int, int]
 
@@ -36,7 +48,7 @@ class PassStorages:
         trained: storages of `inputs` that will have a ``grad`` and are not outputs of another graph.
         held: storages that autograd held for ops outside of graphs, or that graphs without a plan have read or made before.
         made: storages of its results, without its inputs.
-        unplanned: its graph, if that runs without a plan.
+        unplanned: its graph, if that runs without a plan; or the code behind the last graph, if Dynamo has left it out.
         followed_by: the passes of graphs without a plan between this one and the next planned one.
         identities: references that keep the ids of storages from being reused.
     """
@@ -45,17 +57,20 @@ class PassStorages:
     trained: Storages
     held: Storages
     made: Storages = field(default_factory=dict)
-    unplanned: "UnplannedGraph | None" = None
+    unplanned: "UnplannedGraph | LeftOut | None" = None
     followed_by: list["PassStorages"] = field(default_factory=list)
     identities: list[StorageWeakRef] = field(default_factory=list)
 
     @classmethod
-    def of(cls, inputs: Iterable[object], unplanned: "UnplannedGraph | None" = None) -> "PassStorages":
-        """Return the storages that are known before the pass."""
+    def of(
+        cls, inputs: Iterable[object], unplanned: "UnplannedGraph | None" = None, outside: Collection[Any] = ()
+    ) -> "PassStorages":
+        """Return the storages that are known before the pass; what autograd holds behind the nodes `outside` does not count."""
         tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
         trained = [t for t in tensors if t.requires_grad and t.grad_fn is None]
         with disable_current_modes():  # an alias that autograd makes of a saved output is not part of the capture
-            held = list(_iterate_held_by_autograd([t.grad_fn for t in tensors if t.grad_fn is not None]))
+            behind = _iterate_nodes_behind([t.grad_fn for t in tensors if t.grad_fn is not None], outside)
+            held = [tensor for node in behind for tensor in _list_saved(node)]
         return cls(
             collect_storages(tensors),
             collect_storages(trained),
@@ -177,18 +192,50 @@ def _unite(parts: Iterable[Mapping[int, int]]) -> Storages:
     return found
 
 
-def _iterate_held_by_autograd(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield the saved tensors of the autograd nodes behind `nodes`, without those of planned graphs."""
-    pending, seen = list(nodes), set(nodes)
+def find_left_out(runs: Sequence[PassStorages], nodes: Iterable[Any], outside: Collection[Any]) -> PassStorages | None:
+    """Return the pass of what Dynamo has left out between `runs` and the results that `nodes` made; None if it keeps nothing.
+
+    Its peak is about what it keeps, the gradients of its parameters, and two more tensors while these are computed.
+    """
+    passes = _list_all_passes(runs)
+    counted = _unite(s for run in passes for s in (run.inputs, run.held, run.made))
+    behind = list(_iterate_nodes_behind(nodes, outside))
+    trained = collect_storages(node.variable for node in behind if hasattr(node, "variable"))
+    trained = {s: size for s, size in trained.items() if s not in counted}
+    held = collect_storages(tensor for node in behind for tensor in _list_saved(node))
+    kept = [size for s, size in held.items() if s not in counted and s not in trained]
+    peak_bytes = sum(kept) + 2 * max(kept, default=0) + sum(trained.values())
+    return PassStorages(trained, trained, {}, unplanned=LeftOut(peak_bytes)) if kept else None
+
+
+def shrink_left_out(runs: Sequence[PassStorages], excess_bytes: int) -> int:
+    """Count `excess_bytes` less for what Dynamo has left out of `runs`; return what it takes, 0 if it takes nothing."""
+    found_bytes = 0
+    for run in runs:
+        for i, each in enumerate(run.followed_by):
+            if isinstance(each.unplanned, LeftOut):
+                found_bytes = max(found_bytes, each.unplanned.peak_bytes)
+                left = LeftOut(max(0, each.unplanned.peak_bytes - excess_bytes))
+                run.followed_by[i] = replace(each, unplanned=left)
+    return found_bytes
+
+
+def _iterate_nodes_behind(nodes: Iterable[Any], outside: Collection[Any] = ()) -> Iterator[Any]:
+    """Yield the autograd nodes behind `nodes`, and these, until one of `outside`."""
+    pending, seen = [node for node in nodes if node not in outside], {*nodes, *outside}
     while pending:
         node = pending.pop()
-        saved = list(_iterate_saved(node))
-        if not any(map(is_plan, saved)):
-            yield from saved
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 pending.append(following)
+
+
+def _list_saved(node: Any) -> list[torch.Tensor]:
+    """Return the saved tensors of an autograd node; none of a planned graph's."""
+    saved = list(_iterate_saved(node))
+    return [] if any(map(is_plan, saved)) else saved
 
 
 def _iterate_saved(node: Any) -> Iterator[torch.Tensor]:

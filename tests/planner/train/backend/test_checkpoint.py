@@ -255,9 +255,9 @@ def test_ddp_around_a_checkpointed_model(tmp_path: Path) -> None:
 class BreaksInALoop(nn.Module):
     """Dynamo captures nothing of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2, width: int = 8) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -275,6 +275,43 @@ def test_a_model_without_a_graph_says_once_that_it_has_no_plan() -> None:
     with pytest.warns(UserWarning, match="found no graph in BreaksInALoop, which runs without a plan"):
         model(x).sum().backward()
     model(x).sum().backward()
+
+
+class EndsInALoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = stack(4), BreaksInALoop(8, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def by_backend(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="planner", dynamic=False, options=options)
+
+
+@pytest.mark.parametrize("plan", [planner.checkpoint, by_backend])
+def test_planned_graphs_leave_room_for_code_that_is_left_out(plan: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    tensor_bytes, model = 4 * 512 * 32, EndsInALoop()
+    batch = (torch.randn(512, 32),)
+    eager_bytes = measured_bytes(model, batch, step_of(model, batch))
+    for budget, is_enough in ((eager_bytes - tensor_bytes, True), (8 * tensor_bytes, False)):
+        twin = copy.deepcopy(model)
+        step = step_of(plan(twin, budget=budget, **QUICK), batch)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                step()
+        assert [str(w.message).count("that Dynamo leaves out takes about") for w in said].count(1) == (not is_enough)
+        assert not is_enough or measured_bytes(twin, batch, step) <= budget
+
+
+@pytest.mark.parametrize("plan", [planner.checkpoint, by_backend])
+def test_what_is_held_before_a_planned_block_does_not_count(plan: Callable[..., Any], solves: list[int]) -> None:
+    model = nn.Sequential(stack(3), plan(stack(2), budget="1MB", **QUICK))
+    model(torch.randn(64, 32)).sum().backward()
+    assert solves == [10**6]
 
 
 def test_a_part_of_a_planned_model_has_a_plan_there() -> None:

@@ -86,7 +86,15 @@ def test_trains_as_lightning_alone(make: type, more: dict[str, Any], tmp_path: P
     assert planned.log.__func__ is pl.LightningModule.log
 
 
-class Weighted(Module):
+class Small(Module):
+    """Fewer ops, for what needs several captures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 32), nn.GELU(), nn.Linear(32, 5))
+
+
+class Weighted(Small):
     """Logs with the number of rows, by which Lightning weights the mean of an epoch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -95,7 +103,7 @@ class Weighted(Module):
         return loss
 
 
-class Annealed(Module):
+class Annealed(Small):
     """Reads and logs numbers that change in each epoch and in each step, and branches on one."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -160,7 +168,7 @@ def test_lightning_training_with_offload_equals_eager(tmp_path: Path) -> None:
     assert 0 < plan.pool_peaks_bytes["host"] <= 10**9
 
 
-class Indexed(Module):
+class Indexed(Small):
     """Computes with the index of the batch, counts its calls, and logs in every second step."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from planner.train.compile.compare_eager import warn_of_differences
 from tests.support.models.planned import DIFFERS, compiled, plain
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plan() -> Plan:
     return compiled(plain(), compare_eager=False).plan
 

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 def model_and_batch() -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
     layers = [
-        part for _ in range(6) for part in (nn.Linear(32, 64), nn.GELU(), nn.BatchNorm1d(64), nn.Linear(64, 32), nn.Dropout(0.1))
+        part for _ in range(4) for part in (nn.Linear(32, 64), nn.GELU(), nn.BatchNorm1d(64), nn.Linear(64, 32), nn.Dropout(0.1))
     ]
     return nn.Sequential(*layers), (torch.randn(256, 32), torch.randn(256, 32))
 
@@ -108,9 +109,15 @@ def worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepSearch, "find_first_plan", first_plan)
 
 
+@cache
+def half_way_bytes() -> int:
+    model, batch = model_and_batch()
+    return between(planner.trace(model, F.mse_loss, batch, passes=1))
+
+
 def planned(model: nn.Module, batch: Batch, **options: object) -> planner.PlannedStep:
-    budget = between(planner.trace(model, F.mse_loss, batch, passes=1))
-    return planner.compile(model, F.mse_loss, batch, budget=budget, passes=1, compare_eager=False, options=[], **options)
+    asked = {"budget": half_way_bytes(), "passes": 1, "compare_eager": False, "options": [], **options}
+    return planner.compile(model, F.mse_loss, batch, **asked)
 
 
 def assert_trains_as_eager(step: planner.PlannedStep, model: nn.Module, batch: Batch, seed: int) -> None:
@@ -282,7 +289,7 @@ def first_plan_with(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
     monkeypatch.setattr(StepSearch, "find_first_plan", first_plan)
 
 
-@pytest.mark.parametrize(("seconds", "here"), [(0.1, True), (0.4, True), (0.6, False)])
+@pytest.mark.parametrize(("seconds", "here"), [(0.4, True), (0.6, False)])
 def test_only_a_plan_found_in_a_moment_is_solved_again_here(
     seconds: float, *, here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,10 +344,9 @@ def test_a_better_plan_has_an_arena_of_its_own(monkeypatch: pytest.MonkeyPatch) 
 def test_the_better_plan_is_kept_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     worst_first(monkeypatch)
     model, batch = model_and_batch()
-    budget = between(planner.trace(model, F.mse_loss, batch, passes=1))
 
     def step() -> planner.PlannedStep:
-        return planner.compile(model, F.mse_loss, batch, budget=budget, passes=1, options=[], cache=tmp_path)
+        return planner.compile(model, F.mse_loss, batch, budget=half_way_bytes(), passes=1, options=[], cache=tmp_path)
 
     first = step()
     kept = [first.plan.schedule]

@@ -21,7 +21,7 @@ EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("train_*.py"))
 ON_TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")  # torchrun, at a port that is free
 NEEDS = {"train_huggingface": "transformers", "train_accelerate": "accelerate"}
-QUICK = ("train_checkpoint", "train_eager", "train_own_model")
+QUICK = ("train_own_model",)
 WITHOUT_PLAN = ("train_torch_compile", "train_checkpoint", "train_eager")  # to print: one for each graph, or none
 
 

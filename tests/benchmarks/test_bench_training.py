@@ -37,7 +37,7 @@ def _quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "RECIPES", {"cpu": RECIPES})
         patch.setattr(training, "_LEAST_LIMIT_S", 1.0)
-        patch.setattr(training, "_SOLVE_LIMIT_S", 3.0)
+        patch.setattr(training, "_SOLVE_LIMIT_S", 1.0)
         yield
 
 

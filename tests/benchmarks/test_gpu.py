@@ -16,7 +16,7 @@ from tests.support.cuda_device import cuda_device, on_device
 
 
 def _tiny(*, device: str) -> Workload:
-    return on_device(build("mlp", batch=64, layers=4, width=16, classes=3), f"{device}:0")
+    return on_device(build("mlp", batch=64, layers=2, width=16, classes=3), f"{device}:0")
 
 
 def read(out: Path) -> list[dict[str, str]]:

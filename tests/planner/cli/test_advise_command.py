@@ -9,7 +9,7 @@ from tests.support.cli import call, refused
 
 MLP = "zoo:mlp,layers=4,batch=512,width=128"
 LARGE = "zoo:mlp,layers=2,batch=4096,width=512"
-QUICK = ("--time-limit", "5", "--quiet")
+QUICK = ("--time-limit", "3", "--quiet")
 
 
 def test_advice_is_printed_as_tables(capsys: pytest.CaptureFixture[str]) -> None:

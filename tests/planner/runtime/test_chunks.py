@@ -57,7 +57,7 @@ def test_a_step_in_chunks_is_the_step_but_for_rounding_in_less_memory(name: str)
         assert difference.relative is not None and difference.relative < tolerance, difference
 
 
-@pytest.mark.parametrize("chunks", COUNTS)
+@pytest.mark.parametrize("chunks", [COUNTS[0], COUNTS[-1], *(pytest.param(n, marks=pytest.mark.slow) for n in COUNTS[1:-1])])
 def test_more_chunks_take_less_memory(chunks: int) -> None:
     """The loss head of GPT-2: of the logits a part is there at a time, and rows that come last are fewer."""
     capture, workload = captured("gpt2")

@@ -230,7 +230,7 @@ def test_a_unet_is_checkpointed_by_its_blocks() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("every", [2, *(pytest.param(every, marks=pytest.mark.slow) for every in (1, 3))])
 def test_every_so_many_blocks_are_checkpointed_as_by_transformers(every: int) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

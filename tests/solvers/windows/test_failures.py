@@ -24,7 +24,7 @@ from solvers.windows.strategies.strategy import Strategy
 from tests.support.budgets import budget_at
 from tests.support.solvers.answers import ask
 
-GRAPH = draw_training_step(2, 40)
+GRAPH = draw_training_step(2, 36)
 BUDGET = budget_at(GRAPH, 0.25)
 
 

@@ -260,7 +260,11 @@ class WithUnplannedHead(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "shapes"), [(FromLeaf, ((512, 32),)), (WithTeacher, ((512, 32),)), (WithUnplannedHead, ((64, 32), (64, 256)))]
+    ("make", "shapes"),
+    [
+        pytest.param(FromLeaf, ((512, 32),), marks=pytest.mark.slow),
+        *((WithTeacher, ((512, 32),)), (WithUnplannedHead, ((64, 32), (64, 256)))),
+    ],
 )
 def test_memory_of_graphs_without_a_plan_is_in_the_budget(
     make: Callable[[], nn.Module], shapes: tuple[tuple[int, ...], ...]

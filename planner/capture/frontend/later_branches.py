@@ -5,29 +5,34 @@ of an ``if`` do nothing but set attributes and items, call what only records, or
 is compiled as a function of the local names that it reads, and the capture goes on behind it. What it sets is read later from
 then on, wherever the step reads it.
 
-Calls that are not known to record only (the user's own functions, whose code may change what the step computes with) leave the
-branch to ``guards.branches``; so do assignments to local names, and what the step has changed before.
+The user's own functions and methods are read in turn, with what their parameters and local names stand for. Code that may do
+more than record, or cannot be read, leaves the branch to ``guards.branches``; so do assignments to the step's local names, and
+what the step has changed before.
 """
 
 import ast
 import builtins
+import inspect
 import linecache
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphs.errors import TraceError
-from planner.capture.frontend.python_state import is_followed
+from planner.capture.frontend.python_state import is_followed, is_own
 from planner.torch_private.capture import GETATTR, AttrSource, CellVariable, GlobalSource, VariableTracker, get_source_name
 
 _STATEMENTS = (ast.If, ast.Assign, ast.AugAssign, ast.Expr, ast.Raise, ast.Pass)
-_REFUSED = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Await, ast.Yield, ast.YieldFrom)
+_IN_FUNCTIONS = (*_STATEMENTS, ast.Return, ast.For, ast.AnnAssign, ast.Continue, ast.Break)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_REFUSED = (ast.Lambda, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, ast.Starred)
+_NEW = (ast.Dict, ast.List, ast.Set, ast.JoinedStr, ast.BinOp, *_COMPREHENSIONS)  # expressions that make an object
 _BUILTINS = {print, float, int, str, bool, repr, len, abs, round, min, max, sum, sorted, list, dict, tuple, format}
 _CONVERSIONS = {"item", "tolist", "numpy", "float", "double", "detach", "clone", "cpu", "size", "dim", "numel", "format", "join"}
 _STATISTICS = {"mean", "sum", "max", "min", "std", "var", "norm", "abs", "round", "any", "all", "argmax", "argmin"}
@@ -40,6 +45,47 @@ class _NotRecordingError(Exception):
     """Raised for a statement that may do more than record."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """A function of the user's that a statement calls.
+
+    Attributes:
+        body: its statements.
+        scope: its global names.
+        names: its parameters and local names, with the expression that each stands for, and the function that this is of (None
+            for the step itself); None if it is not known.
+    """
+
+    body: list[ast.stmt]
+    scope: dict[str, Any]
+    names: dict[str, tuple[ast.expr, "_Function | None"] | None]
+
+    @classmethod
+    def of(cls, function: FunctionType, owner: ast.expr | None, call: ast.Call, caller: "_Function | None") -> "_Function":
+        """Return `function` as `caller` calls it, as a method of `owner` if that is given; raise if its code is not known."""
+        definition = _find_definition(function)
+        if definition is None:
+            raise _NotRecordingError
+        given = definition.args
+        given_names = [arg.arg for arg in (*given.posonlyargs, *given.args)]
+        values = [*([] if owner is None else [owner]), *call.args]
+        stored = [node.id for node in ast.walk(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        others = [arg.arg for arg in (*given.kwonlyargs, given.vararg, given.kwarg) if arg is not None]
+        every = (*given_names, *others, *stored, *function.__code__.co_freevars)
+        found = cls(definition.body, function.__globals__, dict.fromkeys(every))
+        passed = [*zip(given_names, values, strict=False), *((each.arg, each.value) for each in call.keywords if each.arg)]
+        found.names.update((name, (value, caller)) for name, value in passed if name in every and name not in stored)
+        assigned = _list_assigned(definition)
+        for name in {*assigned} - {*given_names}:
+            if stored.count(name) == 1:
+                found.names[name] = assigned[name][0], found
+        counted = [each.target for each in ast.walk(definition) if isinstance(each, ast.AugAssign)]
+        for name in (target.id for target in counted if isinstance(target, ast.Name)):
+            if name in given_names or not all(isinstance(value, ast.Constant) for value in assigned.get(name, [definition])):
+                raise _NotRecordingError  # += may change a container that has other names
+        return found
+
+
 @dataclass(slots=True)
 class RecordingBranch:
     """An ``if`` statement of a frame that is captured.
@@ -48,11 +94,13 @@ class RecordingBranch:
         translator: of the frame.
         statement: the statement.
         changed: sources of what it sets or changes.
+        reading: the functions that are read at present.
     """
 
     translator: Any
     statement: ast.If
-    changed: list[Any]
+    changed: list[Any] = field(default_factory=list)
+    reading: list[FunctionType] = field(default_factory=list)
 
     @classmethod
     def find(cls, translator: Any) -> "RecordingBranch | None":
@@ -60,9 +108,9 @@ class RecordingBranch:
         statement = _find_statement(translator)
         if statement is None:
             return None
-        branch = cls(translator, statement, [])
+        branch = cls(translator, statement)
         try:
-            branch._check()
+            branch._check([statement])
         except _NotRecordingError:
             return None
         return branch
@@ -98,95 +146,143 @@ class RecordingBranch:
         is_end = last.opname == "RETURN_VALUE" and instructions[otherwise - 2].opname == "LOAD_CONST"
         return otherwise - 2 if is_end else None
 
-    def _check(self) -> None:
-        """Raise unless the statement only records, and note what it changes."""
-        stored = {ast.unparse(node) for node in ast.walk(self.statement) if isinstance(getattr(node, "ctx", None), ast.Store)}
-        for node in ast.walk(self.statement):
-            if isinstance(node, _REFUSED) or (isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS)):
+    def _check(self, statements: Sequence[ast.stmt], within: _Function | None = None) -> None:
+        """Raise unless the statements only record, and note what they change; `within` as in ``_Function.names``."""
+        nodes = [node for statement in statements for node in ast.walk(statement)]
+        stored = {ast.unparse(node) for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)}
+        allowed, refused = (_STATEMENTS, (*_REFUSED, *_COMPREHENSIONS)) if within is None else (_IN_FUNCTIONS, _REFUSED)
+        for node in nodes:
+            if isinstance(node, refused) or (isinstance(node, ast.stmt) and not isinstance(node, allowed)):
                 raise _NotRecordingError
-            if isinstance(node, ast.Compare) and len(node.ops) > 1:
+            if isinstance(node, ast.Compare) and len(node.ops) > 1 and within is None:
                 raise _NotRecordingError
             if isinstance(node, ast.Name | ast.Attribute) and _is_mangled(node.id if isinstance(node, ast.Name) else node.attr):
                 raise _NotRecordingError
             match node:
-                case ast.Name(ctx=ast.Store()) | ast.Starred():
+                case ast.Name(ctx=ast.Store()) if within is None:
                     raise _NotRecordingError
                 case ast.Attribute(value=owner, attr=name, ctx=ast.Store()):
-                    self.changed.append(AttrSource(self._find_source(owner), name))
-                    self._check_unchanged(owner, name)
+                    self.changed.append(AttrSource(self._find_source(owner, within), name))
+                    self._check_unchanged(owner, name, within)
                 case ast.Subscript(value=owner, ctx=ast.Store()):
-                    self.changed.append(self._find_source(owner))
+                    self._note_changed(owner, within)
                 case ast.Attribute(value=owner, attr=name):
-                    self._check_unchanged(owner, name)
-                    if _is_buffer(self._evaluate(node)) and ast.unparse(node) not in stored:  # the step may write it
+                    self._check_unchanged(owner, name, within)
+                    if _is_buffer(self._evaluate(node, within)) and ast.unparse(node) not in stored:  # the step may write it
                         raise _NotRecordingError
-                case ast.Call(func=called):
-                    self._check_call(called)
+                case ast.Call():
+                    self._check_call(node, within)
 
-    def _check_call(self, called: ast.expr) -> None:
+    def _check_call(self, call: ast.Call, within: _Function | None) -> None:
         """Raise unless a call only records."""
-        found = self._evaluate(called) if isinstance(called, ast.Name) else None
-        if isinstance(called, ast.Name):
-            is_error = isinstance(found, type) and issubclass(found, BaseException)
-            if is_error or found in _BUILTINS or not is_followed(getattr(found, "__module__", None) or "torch"):
-                return
-        if not isinstance(called, ast.Attribute):
-            raise _NotRecordingError
-        named = called.value
-        while isinstance(named, ast.Subscript):  # what is changed belongs to a container
-            named = named.value
-        owner = self._evaluate(named)
-        if isinstance(owner, ModuleType):
-            if owner.__name__ == "torch" or not is_followed(owner.__name__):
-                return
-        elif isinstance(owner, VariableTracker) or owner is None or isinstance(owner, str):
-            if called.attr in _OF_VALUES:  # of a tensor, a number or a text
-                return
-        elif isinstance(owner, _CONTAINERS):
-            if called.attr in _FILLS or (named is called.value and hasattr(type(owner), called.attr)):
-                self.changed.append(self._find_source(named))
-                return
-        elif not is_followed(getattr(getattr(owner, called.attr, None), "__module__", None) or type(owner).__module__):
+        found, owner = self._evaluate(call.func, within), None
+        if isinstance(call.func, ast.Name):
+            is_known = self._is_known(found)
+        else:
+            is_known = isinstance(call.func, ast.Attribute) and self._is_call_of_known(call.func, within)
+            owner = call.func.value if isinstance(call.func, ast.Attribute) and isinstance(found, MethodType) else None
+        if is_known:
+            given = [self._find_whole(arg, within) for arg in (*call.args, *(each.value for each in call.keywords))]
+            self.changed += [self._find_source(*arg) for arg in given if isinstance(self._evaluate(*arg), _CONTAINERS)]
             return
-        raise _NotRecordingError
+        function = inspect.unwrap(getattr(found, "__func__", found), stop=_is_own) if callable(found) else None
+        is_of_class = isinstance(getattr(found, "__self__", None), type)
+        if not isinstance(function, FunctionType) or not _is_own(function) or is_of_class or function in self.reading:
+            raise _NotRecordingError
+        called = _Function.of(function, owner, call, within)
+        self.reading.append(function)
+        self._check(called.body, called)
+        self.reading.pop()
 
-    def _check_unchanged(self, owner: ast.expr, name: str) -> None:
+    def _is_known(self, found: Any) -> bool:
+        """Return True if a function only records, and may change the containers that it gets."""
+        is_error = isinstance(found, type) and issubclass(found, BaseException)
+        if is_error or getattr(found, "__module__", None) == "builtins":
+            return is_error or found in _BUILTINS
+        return not is_followed(getattr(found, "__module__", None) or "torch")
+
+    def _is_call_of_known(self, called: ast.Attribute, within: _Function | None) -> bool:
+        """Return True if a method only records: of a library, of a tensor or a text, or of a container, which it changes."""
+        named, name = self._find_whole(called.value, within), called.attr
+        if isinstance(named[0], _NEW):
+            return True
+        owner = self._evaluate(*named)
+        if isinstance(owner, ModuleType):
+            return owner.__name__ == "torch" or not is_followed(owner.__name__)
+        if isinstance(owner, VariableTracker) or owner is None or isinstance(owner, str):
+            return name in _OF_VALUES
+        if isinstance(owner, _CONTAINERS):
+            is_part = named != self._resolve(called.value, within)
+            if name not in _FILLS and (is_part or not hasattr(type(owner), name)):
+                return False
+            self.changed.append(self._find_source(*named))
+            return True
+        return not is_followed(getattr(getattr(owner, name, None), "__module__", None) or type(owner).__module__)
+
+    def _check_unchanged(self, owner: ast.expr, name: str, within: _Function | None) -> None:
         """Raise if the step has set an attribute before: the statement would read the value before the step."""
-        effects, value = self.translator.output.side_effects, self._evaluate(owner)
+        effects, value = self.translator.output.side_effects, self._evaluate(owner, within)
         if value is not None and value in effects and effects.has_pending_mutation_of_attr(effects[value], name):
             raise _NotRecordingError
 
-    def _evaluate(self, node: ast.expr) -> Any:
+    def _note_changed(self, container: ast.expr, within: _Function | None) -> None:
+        """Note that a container is changed, unless the statement has made it."""
+        node, within = self._find_whole(container, within)
+        if not isinstance(node, _NEW):
+            self.changed.append(self._find_source(node, within))
+
+    def _find_whole(self, node: ast.expr, within: _Function | None) -> tuple[ast.expr, _Function | None]:
+        """Return the container that an expression takes items out of, at any depth, or what it stands for."""
+        node, within = self._resolve(node, within)
+        while (container := _find_container(node)) is not None:
+            node, within = self._resolve(container, within)
+        return node, within
+
+    def _resolve(self, node: ast.expr, within: _Function | None) -> tuple[ast.expr, _Function | None]:
+        """Return the expression that a local name of a function stands for, and the function that this is of."""
+        while within is not None and isinstance(node, ast.Name) and (known := within.names.get(node.id)) is not None:
+            node, within = known
+        return node, within
+
+    def _evaluate(self, node: ast.expr, within: _Function | None) -> Any:
         """Return the object that an expression names, or its variable if it is known while the step runs; None if unknown."""
+        node, within = self._resolve(node, within)
         match node:
+            case ast.Name(id=name) if within is not None:
+                return None if name in within.names else within.scope.get(name, getattr(builtins, name, None))
             case ast.Name(id=name):
                 if (variable := self._find_local(name)) is None:
                     return self.translator.f_globals.get(name, getattr(builtins, name, None))
                 return vars(variable).get("value", variable)
             case ast.Attribute(value=owner, attr=name):
-                found = self._evaluate(owner)
+                found = self._evaluate(owner, within)
                 return None if found is None or isinstance(found, VariableTracker) else getattr(found, name, None)
             case ast.Constant(value=str(text)):
                 return text
         return None
 
-    def _find_source(self, node: ast.expr) -> Any:
+    def _find_source(self, node: ast.expr, within: _Function | None) -> Any:
         """Return the source of the object that an expression names; raise if it has none that lasts."""
+        node, within = self._resolve(node, within)
         match node:
-            case ast.Name(id=name) if (variable := self._find_local(name)) is not None:
-                source = variable.source
-            case ast.Name(id=name):
+            case ast.Name(id=name) if self._is_global(name, within):
                 source = self._find_global_source(name)
-            case ast.Attribute(value=ast.Name(id=name) as owner, attr=attribute) if self._find_local(name) is not None:
-                source = AttrSource(self._find_source(owner), attribute)
+            case ast.Name():
+                source = self._find_variable(node, within).source
             case ast.Attribute(value=owner, attr=attribute):
-                base: Any = self._find_variable(owner).source
-                source = AttrSource(base, attribute)
+                base: Any = self._find_variable(owner, within).source
+                source = None if base is None else AttrSource(base, attribute)
             case _:
                 source = None
         if source is None:
             raise _NotRecordingError
         return source
+
+    def _is_global(self, name: str, within: _Function | None) -> bool:
+        """Return True if a name is one of the globals of the step's own module."""
+        if within is None:
+            return self._find_local(name) is None
+        return name not in within.names and within.scope is self.translator.f_globals
 
     def _find_global_source(self, name: str) -> Any:
         if self.translator.output.global_scope is self.translator.f_globals:
@@ -194,13 +290,18 @@ class RecordingBranch:
         _, _, source = self.translator.get_globals_source_and_value(name)
         return source
 
-    def _find_variable(self, node: ast.expr) -> VariableTracker:
-        """Return the variable of ``a.b.c``, where `a` is a local name."""
+    def _find_variable(self, node: ast.expr, within: _Function | None) -> VariableTracker:
+        """Return the variable of ``a.b.c``, where `a` is a local or a global name."""
+        node, within = self._resolve(node, within)
         match node:
-            case ast.Name(id=name) if isinstance(variable := self._find_local(name), VariableTracker):
+            case ast.Name(id=name) if self._is_global(name, within) and name in self.translator.f_globals:
+                value, source = self.translator.f_globals[name], self._find_global_source(name)
+                built: VariableTracker = VariableTracker.build(self.translator, value, source).realize()
+                return built
+            case ast.Name(id=name) if within is None and isinstance(variable := self._find_local(name), VariableTracker):
                 return variable
             case ast.Attribute(value=owner, attr=name):
-                found: VariableTracker = getattr(self._find_variable(owner), GETATTR)(self.translator, name).realize()
+                found: VariableTracker = getattr(self._find_variable(owner, within), GETATTR)(self.translator, name).realize()
                 return found
         raise _NotRecordingError
 
@@ -243,25 +344,57 @@ def record_branch(values: Any, translator: Any) -> bool:
     return True
 
 
+def _find_definition(function: FunctionType) -> ast.FunctionDef | None:
+    """Return the definition of a function; None if its source is not known."""
+    code = function.__code__
+    text = "".join(linecache.getlines(code.co_filename))
+    functions = (node for node in _list_nodes(text) if isinstance(node, ast.FunctionDef) and node.name == code.co_name)
+    lines = {code.co_firstlineno}  # of the first decorator, if there is one
+    return next((node for node in functions if lines & {node.lineno, *(each.lineno for each in node.decorator_list)}), None)
+
+
+def _list_assigned(definition: ast.FunctionDef) -> dict[str, list[ast.expr]]:
+    """Return the expressions that are assigned to each local name of a function alone."""
+    assigned: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(definition):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.AnnAssign(
+                ast.Name(id=name), value=ast.expr() as value
+            ):
+                assigned.setdefault(name, []).append(value)
+    return assigned
+
+
+def _find_container(node: ast.expr) -> ast.expr | None:
+    """Return the container that an expression takes an item out of."""
+    match node:
+        case ast.Subscript(value=container) | ast.Call(func=ast.Attribute(value=container, attr="setdefault" | "get")):
+            return container
+    return None
+
+
+def _is_own(function: Any) -> bool:
+    """Return True if a function's own code, and not that of a decorator of a library, is the user's."""
+    return isinstance(function, FunctionType) and is_own(function.__globals__.get("__name__", "torch"))
+
+
 def _find_statement(translator: Any) -> ast.If | None:
     position = translator.instruction_pointer
     instruction = translator.instructions[position]
     text = "".join(linecache.getlines(translator.f_code.co_filename))
     if not instruction.opname.startswith("POP_JUMP") or not text:
         return None
-    return next((node for node in _list_branches(text) if _is_of_test(instruction.positions, node)), None)
+    branches = (node for node in _list_nodes(text) if isinstance(node, ast.If))
+    return next((node for node in branches if _is_of_test(instruction.positions, node)), None)
 
 
 @lru_cache(maxsize=8)
-def _list_branches(text: str) -> tuple[ast.If, ...]:
-    return tuple(_iterate_branches(text))
-
-
-def _iterate_branches(text: str) -> Iterator[ast.If]:
+def _list_nodes(text: str) -> tuple[ast.AST, ...]:
+    """Return the branches and functions in `text`."""
     try:
-        yield from (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.If))
+        return tuple(node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.If | ast.FunctionDef))
     except SyntaxError:  # as in a notebook's cell with magic commands
-        return
+        return ()
 
 
 def _is_of_test(positions: Any, statement: ast.If) -> bool:

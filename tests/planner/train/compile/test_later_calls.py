@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import math
+import random
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -271,6 +272,37 @@ def test_what_a_step_records_is_as_in_eager_mode(
         assert type(wanted) is type(value)
 
 
+def note_in(rows: list[Any], *values: float) -> None:
+    for value in values:
+        rows.extend([value, round(value, 4)])
+
+
+class Recorder:
+    """An object of the module, whose methods record in turn."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self.lowest = math.inf
+
+    def add(self, model: Noting, value: float, **more: float) -> None:
+        """Record a value with others."""
+        entry: dict[str, float] = {"value": value}
+        entry["steps"] = model.steps
+        entry.update(more)
+        self.rows.append(entry)
+        self._compare(value)
+        rows = model.by_name["rows"]
+        note_in(rows, value, model.meter.average)
+
+    @torch.no_grad()
+    def _compare(self, value: float) -> None:
+        if value < self.lowest:
+            self.lowest = value
+
+
+RECORDER = Recorder()
+
+
 def choose(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     if loss.item() < model.best:
         model.best, model.text = loss.item(), f"best {loss.item():.3f}"
@@ -294,6 +326,9 @@ def choose(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Ten
             model.tables["rows"].append(row)
     if loss > 1.5:
         SEEN.append(loss.detach())
+        RECORDER.add(model, loss.item(), double=2 * loss.item())
+    else:
+        model.meter.update(loss.item(), len(y))
     model.losses.append(model.best)
     return loss
 
@@ -305,6 +340,7 @@ def test_branches_that_only_choose_what_is_recorded_are_taken_as_in_eager_mode()
     found = []
     for one in (copy.deepcopy(model), model):
         SEEN.clear()
+        RECORDER.__init__()  # type: ignore[misc]
         step = one if not found else planner.compile(one, None, batches[0], budget="100%", wait=0.1, on_progress=False)
         for batch in batches:
             step(*batch).backward()
@@ -312,8 +348,18 @@ def test_branches_that_only_choose_what_is_recorded_are_taken_as_in_eager_mode()
         with pytest.raises(ValueError, match="steps the loss is nan"):
             step(torch.full((8, 16), math.nan), batches[0][1])
         noted = (one.best, one.text, one.losses, one.steps, one.hits, list(one.recent), one.by_name, one.tables)
-        found.append(leaves([*noted, SEEN.copy()]))
-    assert model.text and model.steps and model.hits and model.by_name["low"] and model.recent and "high" in model.losses
+        found.append(leaves([*noted, SEEN.copy(), vars(one.meter), RECORDER.rows, RECORDER.lowest]))
+    assert (
+        RECORDER.rows
+        and model.by_name["rows"]
+        and model.meter.count
+        and model.text
+        and model.steps
+        and model.hits
+        and model.by_name["low"]
+        and model.recent
+        and "high" in model.losses
+    )
     for wanted, value in zip(*found, strict=True):
         assert torch.equal(wanted, value) if isinstance(wanted, torch.Tensor) else wanted == value
 
@@ -358,10 +404,27 @@ def halve(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tens
     return loss * model.best
 
 
+def lower(model: Noting, share: float) -> None:
+    best = share * model.best
+    model.best = best
+
+
 def call_own(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     if loss.item() < model.best:
-        model.meter.update(loss.item(), 1)
-    return loss
+        lower(model, 0.5)
+    return loss * model.best
+
+
+def shuffle(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    if loss.item() < model.best:
+        random.shuffle(model.tables["rows"])
+    return loss * len(model.tables["rows"])
+
+
+def set_by_name(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    if loss.item() < model.best:
+        setattr(model, "be" + "st", 2.0)
+    return loss * model.best
 
 
 def choose_name(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -378,6 +441,8 @@ def choose_name(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torc
         (weight_by_average, r"\(return loss \* model.average\) does depends on the data"),
         (halve, r"\(if loss.item\(\) < model.best:\) does depends on the data"),
         (call_own, r"\(if loss.item\(\) < model.best:\) does depends on the data"),
+        (shuffle, r"\(if loss.item\(\) < model.best:\) does depends on the data"),
+        (set_by_name, r"\(if loss.item\(\) < model.best:\) does depends on the data"),
         (choose_name, r"\(if loss.item\(\) < model.best:\) does depends on the data"),
         (read_length, r"model.losses changes at every step .*, and the step reads it"),
         (read_last, r"model.losses changes at every step .*, and the step reads it"),

@@ -1,7 +1,8 @@
 """Plans of FSDP2's units beside FSDP2: ``make bench-sharded`` writes results/sharded/.
 
-A model is trained on two processes with gloo by FSDP2, with and without ``checkpoint_wrapper`` around every unit, and by a plan
-at the measured peak of each. Both take turns, so that noise affects both; ratios are medians within a turn.
+A model is trained on two processes with gloo by FSDP2, with and without ``checkpoint_wrapper`` around every unit, and by plans
+at the measured peak of each: with collectives between the ops, and beside them. All take turns, so that noise affects all;
+ratios are medians within a turn.
 """
 
 import os
@@ -40,6 +41,7 @@ MODELS = {
     "gpt2-192": partial(build, "gpt2", layers=6, width=192, heads=4, vocab=500, batch=8, seq=64, dropout=0),
 }
 METHODS = ("FSDP2", "FSDP2 with checkpoints")
+OPTIONS = ("in-place", "in-place+overlap")
 _PROCESSES = 2
 
 
@@ -49,6 +51,7 @@ class ShardedRow(Made):
 
     model: str = declare_key()
     method: str = declare_key("the reference")
+    options: str = declare_key("of the plan")
     peak_bytes: int = declare_column("measured of the reference, the budget of the plan")
     planned_peak_bytes: int = declare_column("of the plan, predicted")
     measured_peak_bytes: int = declare_column("of the plan, measured: the largest of all processes")
@@ -73,20 +76,15 @@ def _run_processes(name: str, method: str, repeats: int) -> Iterator[dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         torch.multiprocessing.spawn(_train, (name, method, repeats, path), nprocs=_PROCESSES)
-        yield torch.load(path / "measured", weights_only=True)
+        yield from torch.load(path / "measured", weights_only=True)
 
 
 def _train(rank: int, name: str, method: str, repeats: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=_PROCESSES)
-    torch.manual_seed(0)
-    checkpointed = method != METHODS[0]
-    reference, loss_fn, batch = MODELS[name]()
-    torch.manual_seed(0)
-    model = MODELS[name]()[0]
-    _shard(reference, checkpointed=checkpointed)
-    _shard(model, checkpointed=False)
+    reference = _build(name, checkpointed=method != METHODS[0])
+    _, loss_fn, batch = MODELS[name]()
     batch = tuple(part.roll(rank, 0) for part in batch)
 
     def run_reference(*given: Any) -> Any:
@@ -95,28 +93,56 @@ def _train(rank: int, name: str, method: str, repeats: int, folder: Path) -> Non
     adamw = [3 * p.to_local().untyped_storage().nbytes() + 4 for p in reference.parameters()]  # the state, and the shard itself
     static_bytes = sum(adamw) + sum(part.nbytes for part in batch)
     peak_bytes = _share(_measure_peak(run_reference, reference, batch, static_bytes))
-    step = planner.compile(model, loss_fn, batch, budget=f"{peak_bytes}B", optimizer="adamw", swap="never", wait="1%")
-    step_s, ratio, spread = _time(run_reference, step, reference, model, batch, repeats)
-    graph = step.measured
-    assert graph is not None
-    gathered = [op for op in step.plan.schedule.computed if graph.ops[op].target == GATHER]
-    found = {
-        "peak_bytes": peak_bytes,
-        "planned_peak_bytes": step.plan.peak_bytes,
-        "measured_peak_bytes": _share(step.plan.measured_peak_bytes or 0),
-        "least_bytes": find_least_budget(graph).found_bytes if rank == 0 else 0,
-        "time_s": step_s,
-        "ratio": ratio,
-        "spread": spread,
-        "gathers": len(gathered),
-        "units": len(set(gathered)),
-        "identical": bool(_share(int(_is_identical(run_reference, step, reference, model, batch)), least=True)),
+    models = {options: _build(name, checkpointed=False) for options in OPTIONS}
+    settings = {"budget": f"{peak_bytes}B", "optimizer": "adamw", "swap": "never", "wait": "1%"}
+    steps = {
+        options: planner.compile(model, loss_fn, batch, options=options.split("+"), **settings)
+        for options, model in models.items()
     }
+    times = _time({"reference": (run_reference, reference), **{o: (steps[o], models[o]) for o in OPTIONS}}, batch, repeats)
+    found = []
+    for options, step in steps.items():
+        ratio, spread = compute_ratio(times[options], times["reference"])
+        same = _share(int(_is_identical(run_reference, step, reference, models[options], batch)), least=True)
+        found.append(
+            {
+                "options": options,
+                "peak_bytes": peak_bytes,
+                "measured_peak_bytes": _share(step.plan.measured_peak_bytes or 0),
+                "time_s": median(times["reference"]),
+                "ratio": ratio,
+                "spread": spread,
+                "identical": bool(same),
+                **_describe(step, least=rank == 0),
+            }
+        )
     if rank == 0:
         torch.save(found, folder / "measured")
     dist.barrier()
+    steps.clear()
     del step
     dist.destroy_process_group()
+
+
+def _describe(step: planner.PlannedStep, *, least: bool) -> dict[str, int]:
+    """Return what is known of the plan of a step, and its least budget if `least`."""
+    graph = step.measured
+    assert graph is not None
+    gathered = [op for op in step.plan.schedule.computed if graph.ops[op].target == GATHER]
+    return {
+        "planned_peak_bytes": step.plan.peak_bytes,
+        "least_bytes": find_least_budget(graph).found_bytes if least else 0,
+        "gathers": len(gathered),
+        "units": len(set(gathered)),
+    }
+
+
+def _build(name: str, *, checkpointed: bool) -> nn.Module:
+    """Return a model whose blocks are sharded, each time with the same parameters."""
+    torch.manual_seed(0)
+    model = MODELS[name]()[0]
+    _shard(model, checkpointed=checkpointed)
+    return model
 
 
 def _shard(model: nn.Module, *, checkpointed: bool) -> None:
@@ -146,20 +172,18 @@ def _measure_peak(run: Callable[..., Any], model: Any, batch: Any, static_bytes:
     return min(peaks)
 
 
-def _time(
-    run: Callable[..., Any], step: Callable[..., Any], reference: nn.Module, model: nn.Module, batch: Any, repeats: int
-) -> tuple[float, float, float]:
-    """Return the seconds of a step of the reference, the ratio of a planned one, and its spread; they take turns."""
-    times: dict[str, list[float]] = {"reference": [], "planned": []}
+def _time(steps: dict[str, tuple[Callable[..., Any], nn.Module]], batch: Any, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each step, which trains its model; they take turns."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(repeats + 2):
-        for each, trained, name in ((run, reference, "reference"), (step, model, "planned")):
+        for name, (step, trained) in steps.items():
             trained.zero_grad()
             dist.barrier()
             begin = time.perf_counter()
-            each(*batch).backward()
+            step(*batch).backward()
             if turn >= 2:
                 times[name].append(time.perf_counter() - begin)
-    return median(times["reference"]), *compute_ratio(times["planned"], times["reference"])
+    return times
 
 
 def _is_identical(run: Callable[..., Any], step: Callable[..., Any], reference: nn.Module, model: nn.Module, batch: Any) -> bool:
@@ -173,7 +197,7 @@ def _is_identical(run: Callable[..., Any], step: Callable[..., Any], reference: 
 
 
 TABLE = (
-    *("model", "method"),
+    *("model", "method", "options"),
     Column("its peak, the budget", "peak_bytes", format_bytes),
     Column("planned peak", "planned_peak_bytes", format_bytes),
     Column("measured", "measured_peak_bytes", format_bytes),
@@ -189,7 +213,7 @@ TABLE = (
 STUDY = Study(
     ShardedRow,
     measure,
-    order=order_by(model=MODELS, method=METHODS),
+    order=order_by(model=MODELS, method=METHODS, options=OPTIONS),
     pages={"table.md": partial(format_markdown, columns=TABLE)},
 )
 main = make_main(

@@ -301,6 +301,10 @@ class Graph:
         """Return the names of the source and target pools of a transfer; they are the same for a collective."""
         return self.tensors[transfer.inputs[0]].pool, self.tensors[transfer.outputs[0]].pool
 
+    def crosses_pools(self, op: Op) -> bool:
+        """Return True if `op` carries a tensor from one pool to another."""
+        return op.is_transfer and len({*self.ends(op)}) > 1
+
     def used(self, resource: str, computed: Collection[int]) -> float:
         """Return the amount of `resource` that the executed ops `computed` use, each counted once."""
         amounts = self._amounts.get(resource, {})

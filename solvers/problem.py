@@ -115,10 +115,6 @@ class Problem:
         """Seconds of the program's ops on the main device, each executed once."""
         return self.graph.compute_s
 
-    def is_transfer(self, i: int) -> bool:
-        """Return True if op i runs on a channel."""
-        return self.streams.is_transfer[self.places.ids[i]]
-
     def get_seconds(self, i: int) -> float:
         """Return the time of op i on its stream."""
         return self.streams.time_s[self.places.ids[i]]

@@ -114,7 +114,7 @@ def _set_even_links(graph: Graph) -> Graph:
 
     Which tensors are sent does, and with that what an allocator reserves: at no usual rate are all transfers dear, or free.
     """
-    times_s = {op.id: graph.tensors[op.inputs[0]].size_bytes / _LINK for op in graph.ops if op.is_transfer}
+    times_s = {op.id: graph.tensors[op.inputs[0]].size_bytes / _LINK for op in graph.ops if graph.crosses_pools(op)}
     if not times_s:
         return graph
     return replace(graph, ops=tuple(replace(op, time_s=times_s.get(op.id, op.time_s)) for op in graph.ops))

@@ -50,7 +50,7 @@ def _weigh_transfers(graph: Graph) -> Graph:
     """
     total_s = graph.time_s or 1.0
     share = 1 - graph.compute_s / total_s
-    weights = (share if op.is_transfer else 1 - share for op in graph.ops)
+    weights = (1 - share if op.stream == COMPUTE else share for op in graph.ops)
     ops = tuple(replace(op, time_s=weight * op.time_s) for op, weight in zip(graph.ops, weights, strict=True))
     return remove_options(replace(graph, ops=ops))
 

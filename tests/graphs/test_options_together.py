@@ -44,7 +44,7 @@ def test_transfers_are_of_one_kind() -> None:
         assert {HOST, "second", "third"} <= {pool for op in transfers for pool in whole.ends(op)}
         for op in transfers:
             source, target = whole.ends(op)
-            assert op.stream == name_channel(source, target) and op.name.endswith(f"_{op.stream}") and source != target
+            assert op.stream == name_channel(source, target) and op.name.endswith(f"_{op.stream}") and whole.crosses_pools(op)
             assert (op.time_s > 0 or not whole.tensors[op.inputs[0]].size_bytes) and op.exact and not op.workspace_bytes
         computing = {pool.owner for pool in whole.pools if pool.computes}
         assert all(op.is_transfer or op.stream in computing for op in whole.ops)

@@ -123,5 +123,5 @@ def list_offloads(timeline: Timeline) -> tuple[Offload, ...]:
 
 def _iterate_copied(graph: Graph, op: Op) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the device tensor that a transfer copies, and the tensor in the other pool."""
-    if op.is_transfer and DEVICE in (ends := graph.ends(op)) and ends[0] != ends[1]:
+    if graph.crosses_pools(op) and DEVICE in graph.ends(op):
         yield graph.tensors[op.inputs[0]], graph.tensors[op.outputs[0]]

@@ -288,8 +288,8 @@ def find_exposed(problem: Problem) -> tuple[list[int], list[int], int]:
 
     An op that takes no time does not count as the first. Transfers count from the first one on that reads an output of the last.
     """
-    moved = [i for i in range(problem.ops) if problem.is_transfer(i)]
-    computing = [i for i in range(problem.ops) if not problem.is_transfer(i)]
+    moved = [i for i, op in enumerate(problem.places.ids) if problem.streams.is_transfer[op]]
+    computing = sorted(set(range(problem.ops)).difference(moved))
     first, last = next((i for i in computing if problem.time_s[i]), computing[-1]), computing[-1]
     read = {p for i in computing if i <= first for t in problem.inputs[i] for p in problem.producers[t]}
     gathers = [i for i in moved if not problem.inputs[i]]

@@ -15,6 +15,7 @@ from solvers.problem import Problem
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.windows.decoding.decode import Order, order_of, order_of_schedule
+from solvers.windows.relaxation.devices import find_exposed
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import Search
 from solvers.windows.strategies.strategy import Strategy
@@ -35,7 +36,7 @@ class KeepEverything(Strategy):
         assert trial is not None
         peak = int(np.argmax(trial.memory_bytes))
         # What is sent last goes out after a window of its own (row 21).
-        last = next(i for i in reversed(range(ops)) if i == 0 or not self.search.problem.is_transfer(i))
+        *_, last = find_exposed(self.search.problem)
         self.search.models.coarse = self.search.models.refined = Discretization(tuple(sorted({peak, last, ops - 1})))
         self._begin_from_start()
         return False

@@ -38,6 +38,7 @@
 #include <c10/util/accumulate.h>
 #include <c10/util/bit_cast.h>
 #include <c10/util/flat_hash_map.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
 #include <torch/library.h>
 
@@ -167,6 +168,17 @@ struct Operator {
   int64_t bound = kNone;
   int64_t pointwise = 0; // sizes do not depend on numbers
   Measured measured{}; // by the log
+
+  bool updates_statistics(c10::ArrayRef<IValue> arguments) const {
+    return statistics >= 0 && (training < 0 || arguments[static_cast<size_t>(training)].toBool());
+  }
+
+  // Returns whether it writes an argument, if it updates statistics or not.
+  bool is_written(size_t i, bool updated_statistics) const {
+    const auto position = static_cast<int64_t>(i);
+    return statistics >= 0 ? updated_statistics && (position == statistics || position == statistics + 1)
+                           : i < 64 && (mutated >> i & 1) != 0;
+  }
 };
 
 // The facts about ops of one signature.
@@ -449,7 +461,7 @@ class Log : public c10::DebugInfoBase {
       : budget_bytes_(budget_bytes), device_(device), measurements_(measurements), describe_(describe) {}
 
   LogState shared;
-  std::unique_ptr<OpRecords> records; // while the log is entered; guarded by Python's global interpreter lock
+  std::shared_ptr<OpRecords> records; // while the log is entered; guarded by Python's global interpreter lock
   std::list<LoggedTensor*> saved; // in order; guarded by Python's global interpreter lock
   std::recursive_mutex mutex;
   bool left = false;
@@ -477,25 +489,37 @@ class Log : public c10::DebugInfoBase {
 
   // Executes an op while the log is closed, and records it if it is known how; returns false if the recorder has to do so.
   bool record(const c10::OperatorHandle& handle, const Operator& facts, c10::DispatchKeySet below, Stack* stack) {
-    const bool is_simple = facts.way == kHere && facts.repeatable != 0 && facts.mutated == 0 && facts.statistics < 0 &&
-        facts.sized_by_data == 0 && facts.reads_to_host == 0;
-    if (records == nullptr || !is_simple) {
+    const bool is_executed = facts.way == kHere || facts.way == kByRecorder;
+    if (records == nullptr || !is_executed || facts.repeatable == 0 || facts.reads_to_host != 0) {
       return false;
     }
     const auto begin = stack->size() - handle.schema().arguments().size();
     const c10::SmallVector<IValue, 12> arguments(stack->begin() + static_cast<int64_t>(begin), stack->end());
-    c10::SmallVector<at::Tensor, 4> inputs;
+    if (is_sized_by_data(arguments, facts)) {
+      return false;
+    }
+    c10::SmallVector<at::Tensor, 4> inputs, written;
     bool plain = true;
     const auto settings = present_settings();
-    Key key(settings.begin(), settings.end());
+    Key key;
+    key.reserve(128);
+    key.assign(settings.begin(), settings.end());
     key.push_back(reinterpret_cast<int64_t>(&facts));
     key.push_back(at::GradMode::is_enabled());
-    for (const auto& value : arguments) {
-      each_tensor(value, [&](const at::Tensor& tensor, int64_t) {
+    const bool updates_statistics = facts.updates_statistics(arguments);
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const bool is_written = facts.is_written(i, updates_statistics);
+      each_tensor(arguments[i], [&](const at::Tensor& tensor, int64_t) {
         plain = plain && is_plain(tensor);
-        inputs.push_back(tensor);
+        if (is_written) {
+          written.push_back(tensor);
+        }
+        if (!is_written || !updates_statistics) {
+          inputs.push_back(tensor);
+        }
       });
-      plain = plain && add_to_key(key, value, false) && !value.isComplexDouble() && add_wrapped_number(key, value);
+      plain = plain && add_to_key(key, arguments[i], false) && !arguments[i].isComplexDouble() && !arguments[i].isGenerator() &&
+          add_wrapped_number(key, arguments[i]);
     }
     if (!plain) {
       return false;
@@ -509,7 +533,7 @@ class Log : public c10::DebugInfoBase {
       return succeeded;
     };
     const auto outputs = [&] { return c10::ArrayRef<IValue>(*stack).slice(begin); };
-    const auto recorded = records->record({key, inputs, shared.module, run, outputs, [this](const StorageImpl& storage) { return bytes_of(storage); }});
+    const auto recorded = records->record({key, inputs, written, updates_statistics, shared.module, run, outputs, [this](const StorageImpl& storage) { return bytes_of(storage); }});
     if (recorded == Recorded::kFailed) {
       std::rethrow_exception(std::exchange(error_of_op, nullptr));
     }
@@ -632,7 +656,7 @@ class Log : public c10::DebugInfoBase {
     if (shared.must_close || facts.way == kClosed || ops_.size() == kMostOps || settings_ != present_settings() || !note(draft, facts)) {
       return false;
     }
-    if (!is_sized_by_data(draft, facts) && find_key(draft, facts)) {
+    if (!is_sized_by_data(draft.arguments, facts) && find_key(draft, facts)) {
       const auto found = sizes_.find(key_);
       if (found == sizes_.end()) {
         new_key = key_;
@@ -864,12 +888,12 @@ class Log : public c10::DebugInfoBase {
   }
 
   // Returns whether the sizes of the outputs depend on the contents of the arguments.
-  static bool is_sized_by_data(const Draft& draft, const Operator& facts) {
+  static bool is_sized_by_data(c10::ArrayRef<IValue> arguments, const Operator& facts) {
     if (facts.sized_by_data == 0 || facts.bound != kIndexed) {
       return facts.sized_by_data != 0;
     }
     bool found = false;
-    each_tensor(draft.arguments[1], [&](const at::Tensor& index, int64_t) { found = found || is_mask(index); });
+    each_tensor(arguments[1], [&](const at::Tensor& index, int64_t) { found = found || is_mask(index); });
     return found;
   }
 
@@ -1021,13 +1045,8 @@ class Log : public c10::DebugInfoBase {
     if (!plain) {
       return false;
     }
-    const bool updates_statistics =
-        facts.statistics >= 0 && (facts.training < 0 || arguments[static_cast<size_t>(facts.training)].toBool());
-    const auto is_written = [&](size_t i) {
-      const auto position = static_cast<int64_t>(i);
-      return facts.statistics >= 0 ? updates_statistics && (position == facts.statistics || position == facts.statistics + 1)
-                                   : i < 64 && (facts.mutated >> i & 1) != 0;
-    };
+    const bool updates_statistics = facts.updates_statistics(arguments);
+    const auto is_written = [&](size_t i) { return facts.is_written(i, updates_statistics); };
     bool all_made = true, none_made = true;
     auto& written = draft.written;
     for (size_t i = 0; i < arguments.size(); ++i) {
@@ -1294,9 +1313,6 @@ PyTypeObject* logged_tensor_type() {
 // The hooks on saved tensors of a log, and the Python functions that they call.
 struct Hooks {
   std::shared_ptr<Log> log;
-  PyObject* tensor_type;
-  PyObject* parameter_type;
-  PyObject* make_subclass; // returns a detached alias, with the same version counter
   PyObject* begin_step; // called before the first tensor of a step is saved
   PyObject* pack; // packs while the log is closed; returns None if it has opened the log, which then packs the tensor
   PyObject* unpack; // unpacks tensors that are not in the log, or were modified in place
@@ -1308,46 +1324,32 @@ Hooks& hooks_of(PyObject* capsule) {
 
 void drop_hooks(PyObject* capsule) {
   auto* hooks = &hooks_of(capsule);
-  for (PyObject* object : {hooks->tensor_type, hooks->parameter_type, hooks->make_subclass, hooks->begin_step, hooks->pack, hooks->unpack}) {
+  for (PyObject* object : {hooks->begin_step, hooks->pack, hooks->unpack}) {
     Py_DECREF(object);
   }
   delete hooks;
-}
-
-// Returns the C++ tensor of a Python tensor; an undefined one, with Python's error set, if there is none.
-at::TensorBase tensor_of(PyObject* tensor) {
-  static PyObject* const name = PyUnicode_InternFromString("_cdata");
-  PyObject* address = PyObject_GetAttr(tensor, name);
-  if (address == nullptr) {
-    return {};
-  }
-  auto* impl = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address));
-  Py_DECREF(address);
-  return impl == nullptr ? at::TensorBase() : at::TensorBase(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
-}
-
-int64_t version_of(const at::TensorBase& tensor) {
-  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
 PyObject* pack(PyObject* self, PyObject* tensor) {
   auto& hooks = hooks_of(self);
   auto& log = *hooks.log;
   if (!log.shared.open) {
+    if (const auto records = log.records) {
+      PyObject* packed = records->pack(tensor);
+      if (packed != nullptr || PyErr_Occurred() != nullptr) {
+        return packed;
+      }
+    }
     PyObject* packed = PyObject_CallOneArg(hooks.pack, tensor);
     if (packed != Py_None) {
       return packed;
     }
     Py_DECREF(packed);
   }
-  const auto saved = tensor_of(tensor);
-  if (!saved.defined()) {
-    return nullptr;
-  }
-  auto* type_of_tensor = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
-  if ((type_of_tensor != hooks.tensor_type && type_of_tensor != hooks.parameter_type) || saved.layout() != at::kStrided) {
+  if (!THPVariable_CheckExact(tensor) || THPVariable_Unpack(tensor).layout() != at::kStrided) {
     return Py_NewRef(tensor);
   }
+  const auto& saved = THPVariable_Unpack(tensor);
   if (log.shared.saved == 0) {
     PyObject* begun = PyObject_CallNoArgs(hooks.begin_step);
     if (begun == nullptr) {
@@ -1356,8 +1358,7 @@ PyObject* pack(PyObject* self, PyObject* tensor) {
     Py_DECREF(begun);
   }
   // The saved output of a node would hold that node, a reference cycle: it is replaced by an alias.
-  PyObject* held =
-      saved.is_leaf() ? Py_NewRef(tensor) : PyObject_CallFunctionObjArgs(hooks.make_subclass, hooks.tensor_type, tensor, nullptr);
+  PyObject* held = saved.is_leaf() ? Py_NewRef(tensor) : THPVariable_Wrap(make_alias(saved));
   if (held == nullptr) {
     return nullptr;
   }
@@ -1375,20 +1376,40 @@ PyObject* pack(PyObject* self, PyObject* tensor) {
   return reinterpret_cast<PyObject*>(logged);
 }
 
+PyObject* unpack_recorded(const Hooks& hooks, PyObject* saved) {
+  if (const auto records = hooks.log->records) {
+    PyObject* unpacked = records->unpack(saved);
+    if (unpacked != nullptr || PyErr_Occurred() != nullptr) {
+      return unpacked;
+    }
+  }
+  return PyObject_CallOneArg(hooks.unpack, saved);
+}
+
 PyObject* unpack(PyObject* self, PyObject* saved) {
   auto& hooks = hooks_of(self);
   if (Py_TYPE(saved) != logged_tensor_type()) {
-    return PyObject_CallOneArg(hooks.unpack, saved);
+    return unpack_recorded(hooks, saved);
   }
   const auto* logged = reinterpret_cast<LoggedTensor*>(saved);
   if (!logged->log) {
-    return PyObject_CallOneArg(hooks.unpack, logged->held);
+    return unpack_recorded(hooks, logged->held);
   }
-  const auto tensor = tensor_of(logged->held);
-  if (!tensor.defined()) {
+  return version_of(THPVariable_Unpack(logged->held)) == logged->version ? Py_NewRef(logged->held) : PyObject_CallOneArg(hooks.unpack, saved);
+}
+
+// Forgets a tensor that autograd drops; returns False if Python has to do it.
+PyObject* release(PyObject* self, PyObject* saved) {
+  const auto records = (*static_cast<std::shared_ptr<Log>*>(PyCapsule_GetPointer(self, nullptr)))->records;
+  if (records && !records->release(saved)) {
     return nullptr;
   }
-  return version_of(tensor) == logged->version ? Py_NewRef(logged->held) : PyObject_CallOneArg(hooks.unpack, saved);
+  return Py_NewRef(records ? Py_True : Py_False);
+}
+
+PyObject* enter_ops(PyObject* self, PyObject* pending) {
+  const auto records = (*static_cast<std::shared_ptr<Log>*>(PyCapsule_GetPointer(self, nullptr)))->records;
+  return records ? records->enter_ops(pending) : Py_NewRef(Py_False);
 }
 
 } // namespace
@@ -1480,18 +1501,24 @@ void deferred_forget(int64_t log) {
 
 // The following functions need Python's global interpreter lock.
 
-// Returns the hooks that pack and unpack saved tensors; null, with Python's error set, on failure.
-PyObject* deferred_hooks(int64_t log, PyObject* tensor_type, PyObject* parameter_type, PyObject* make_subclass,
-                         PyObject* begin_step, PyObject* pack_closed, PyObject* unpack_other) {
-  static PyMethodDef methods[] = {{"pack", &pack, METH_O, nullptr}, {"unpack", &unpack, METH_O, nullptr}};
-  auto* hooks = new Hooks{of(log), Py_NewRef(tensor_type), Py_NewRef(parameter_type), Py_NewRef(make_subclass),
-                          Py_NewRef(begin_step), Py_NewRef(pack_closed), Py_NewRef(unpack_other)};
+// Returns the hooks that pack and unpack saved tensors, `release` and `enter_ops`; null, with Python's error set, on failure.
+PyObject* deferred_hooks(int64_t log, PyObject* begin_step, PyObject* pack_closed, PyObject* unpack_other) {
+  static PyMethodDef methods[] = {
+      {"pack", &pack, METH_O, nullptr}, {"unpack", &unpack, METH_O, nullptr}, {"release", &release, METH_O, nullptr},
+      {"enter_ops", &enter_ops, METH_O, nullptr}};
+  auto* hooks = new Hooks{of(log), Py_NewRef(begin_step), Py_NewRef(pack_closed), Py_NewRef(unpack_other)};
   PyObject* capsule = PyCapsule_New(hooks, nullptr, &drop_hooks);
   if (capsule == nullptr) {
     return nullptr;
   }
-  PyObject* found = Py_BuildValue("NN", PyCFunction_New(&methods[0], capsule), PyCFunction_New(&methods[1], capsule));
+  // The recorder has the last two, so that they must not lead back to Python.
+  PyObject* only_log = PyCapsule_New(new std::shared_ptr<Log>(of(log)), nullptr, [](PyObject* dropped) {
+    delete static_cast<std::shared_ptr<Log>*>(PyCapsule_GetPointer(dropped, nullptr));
+  });
+  PyObject* found = Py_BuildValue("NNNN", PyCFunction_New(&methods[0], capsule), PyCFunction_New(&methods[1], capsule),
+                                  PyCFunction_New(&methods[2], only_log), PyCFunction_New(&methods[3], only_log));
   Py_DECREF(capsule);
+  Py_DECREF(only_log);
   return found;
 }
 
@@ -1514,14 +1541,12 @@ void deferred_learn(int64_t log, PyObject* pattern) {
 
 // Removes the saved tensors from the log, and returns them in the order in which they were saved, each with the tensor that it has
 // held. From then on all hold aliases.
-PyObject* deferred_take_saved(int64_t log, PyObject* tensor_type, PyObject* make_subclass) {
-  // Inside an op, aliases would not share the version counter.
-  const c10::impl::ForceDispatchKeyGuard outside_of_ops(c10::default_included_set, c10::default_excluded_set);
+PyObject* deferred_take_saved(int64_t log) {
   auto& taken = of(log)->saved;
   PyObject* found = PyList_New(0);
   while (found != nullptr && !taken.empty()) {
     auto* logged = taken.front();
-    PyObject* alias = PyObject_CallFunctionObjArgs(make_subclass, tensor_type, logged->held, nullptr);
+    PyObject* alias = THPVariable_Wrap(make_alias(THPVariable_Unpack(logged->held)));
     PyObject* pair = alias == nullptr ? nullptr : PyTuple_Pack(2, reinterpret_cast<PyObject*>(logged), logged->held);
     const bool is_added = pair != nullptr && PyList_Append(found, pair) == 0;
     Py_XDECREF(pair);

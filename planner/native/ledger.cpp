@@ -5,6 +5,8 @@
 // neighbours. Those that are regions are kept until they change. Each choice looks at all candidates: a score takes nanoseconds
 // here, so that the sorted bounds of solvers.online.candidates are not needed.
 
+#include "op_records.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -98,7 +100,7 @@ struct Class {
   int64_t joined = 1;
 };
 
-class Ledger {
+class Ledger final : public EvictionLedger {
  public:
   Ledger(const std::string& name, py::object heuristic)
       : heuristic_(std::move(heuristic)), rule_(read_rule(name)), least_bytes_(heuristic_.attr("least_bytes").cast<int64_t>()) {}
@@ -111,7 +113,7 @@ class Ledger {
     return static_cast<int64_t>(storages_.size() - unused_.size());
   }
 
-  int64_t add_storage(int64_t size_bytes, std::optional<std::pair<int64_t, int64_t>> origin) {
+  int64_t add_storage(int64_t size_bytes, std::optional<std::pair<int64_t, int64_t>> origin) override {
     int64_t id = static_cast<int64_t>(storages_.size());
     if (unused_.empty()) {
       storages_.emplace_back();
@@ -130,7 +132,7 @@ class Ledger {
     return id;
   }
 
-  int64_t add_op(const Ids& inputs, const Ids& outputs, double seconds) {
+  int64_t add_op(const Ids& inputs, const Ids& outputs, double seconds) override {
     const auto number = op_numbers_++;
     if (!outputs.empty()) {
       ops_.emplace(number, Op{inputs, outputs});
@@ -164,13 +166,13 @@ class Ledger {
     number_all(record.inputs);
   }
 
-  void touch(const Ids& ids, double now_s) {
+  void touch(const Ids& ids, double now_s) override {
     for (auto id : ids) {
       at(id).touched_s = now_s;
     }
   }
 
-  void note_evicted(int64_t id) {
+  void note_evicted(int64_t id) override {
     auto& storage = at(id);
     storage.live = false;
     update_candidate(id);
@@ -195,12 +197,12 @@ class Ledger {
     restore(id);
   }
 
-  void pin(int64_t id) {
+  void pin(int64_t id) override {
     ++at(id).pins;
     update_candidate(id);
   }
 
-  void unpin(int64_t id) {
+  void unpin(int64_t id) override {
     --at(id).pins;
     update_candidate(id);
   }
@@ -525,6 +527,11 @@ py::object ledger_type() {
 }
 
 } // namespace
+
+EvictionLedger* find_ledger(PyObject* object) {
+  static const auto* type = reinterpret_cast<PyTypeObject*>(ledger_type().ptr());
+  return Py_TYPE(object) == type ? py::handle(object).cast<Ledger*>() : nullptr;
+}
 
 extern "C" {
 

@@ -2,9 +2,10 @@
 // which says what a record is.
 //
 // The first ops of each signature go through the recorder, which leaves a pattern here: the record of such an op without its
-// tensors. The record of a further op is a copy of the pattern with its own tensors. Everything else is the recorder's: ops that
-// write, draw random numbers or are measured, room for an op, tensors that it has not seen, errors. So there is one kind of
-// records, and without this file nothing but time is different.
+// storages. The record of a further op is a copy of the pattern with its own storages. What happens around an op is done here too:
+// storages that were freed, the log of the step, saved tensors that are packed, unpacked and dropped, ops that enter the ledger.
+// Everything else is the recorder's: ops that are measured, writes to contents that must be copied first, room for an op, tensors
+// that it has not seen, recomputation, errors. So there is one kind of records, and without this file nothing but time is different.
 //
 // Attributes of classes with slots are read and written in place. All others have their names.
 
@@ -12,10 +13,8 @@
 
 #include <structmember.h>
 
-#include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Device.h>
-#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -67,14 +66,6 @@ py::object boolean(bool value) {
   return borrow(value ? Py_True : Py_False);
 }
 
-py::object tuple_of(c10::IntArrayRef values) {
-  auto made = steal(PyTuple_New(static_cast<Py_ssize_t>(values.size())));
-  for (size_t i = 0; i < values.size(); ++i) {
-    PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(i), number(values[i]).release().ptr());
-  }
-  return made;
-}
-
 // An instance of a named tuple.
 template <size_t N>
 py::object new_tuple(py::handle type, std::array<py::object, N> values) {
@@ -86,17 +77,24 @@ py::object new_tuple(py::handle type, std::array<py::object, N> values) {
   return made;
 }
 
-// The name of an attribute.
+// The name of an attribute, which is read and written in place where the class of an object has it in its __slots__.
 class Name {
  public:
   explicit Name(const char* name) : name_(steal(PyUnicode_InternFromString(name))) {}
 
   py::object of(py::handle object) const {
+    if (PyObject* value = has_slot(object) ? at(object) : nullptr; value != nullptr) {
+      return borrow(value);
+    }
     return steal(PyObject_GetAttr(object.ptr(), name_.ptr()));
   }
 
   void set(py::handle object, const py::object& value) const {
-    check(PyObject_SetAttr(object.ptr(), name_.ptr(), value.ptr()));
+    if (has_slot(object)) {
+      Py_XSETREF(at(object), Py_NewRef(value.ptr()));
+    } else {
+      check(PyObject_SetAttr(object.ptr(), name_.ptr(), value.ptr()));
+    }
   }
 
   void add(py::handle object, int64_t value) const {
@@ -109,7 +107,23 @@ class Name {
   }
 
  private:
+  PyObject*& at(py::handle object) const {
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object.ptr()) + offset_);
+  }
+
+  bool has_slot(py::handle object) const {
+    if (Py_TYPE(object.ptr()) != type_) {
+      type_ = Py_TYPE(object.ptr());
+      const auto found = steal(PyObject_Type(object.ptr())).attr("__dict__").attr("get")(name_);
+      const bool is_slot = Py_IS_TYPE(found.ptr(), &PyMemberDescr_Type);
+      offset_ = is_slot ? reinterpret_cast<PyMemberDescrObject*>(found.ptr())->d_member->offset : 0;
+    }
+    return offset_ != 0;
+  }
+
   py::object name_;
+  mutable PyTypeObject* type_ = nullptr; // of the last object, and where it has the attribute: 0 if it is no slot
+  mutable Py_ssize_t offset_ = 0;
 };
 
 // Where the objects of a class have an attribute, one of its __slots__.
@@ -166,8 +180,10 @@ class Slotted {
 struct StorageClass : Slotted {
   explicit StorageClass(py::handle type) : Slotted(type) {}
 
-  Slot address{type_, "address"}, aliases{type_, "aliases"}, chain{type_, "chain"}, checked{type_, "checked"}, device{type_, "device"},
-      last_read{type_, "last_read"}, ledger_id{type_, "ledger_id"}, number{type_, "number"}, pinned{type_, "pinned"},
+  Slot address{type_, "address"}, aliases{type_, "aliases"}, barred{type_, "barred"}, base{type_, "base"}, chain{type_, "chain"},
+      checked{type_, "checked"},
+      device{type_, "device"}, evicted{type_, "evicted"}, evicted_aliases{type_, "evicted_aliases"}, last_read{type_, "last_read"},
+      ledger_id{type_, "ledger_id"}, number{type_, "number"}, pinned{type_, "pinned"}, saved_count{type_, "saved"},
       size_bytes{type_, "size_bytes"}, step{type_, "step"}, touched_s{type_, "touched_s"}, version{type_, "version"},
       watch{type_, "watch"};
 };
@@ -176,9 +192,19 @@ struct StorageClass : Slotted {
 struct OpClass : Slotted {
   explicit OpClass(py::handle type) : Slotted(type) {}
 
-  Slot args{type_, "args"}, function{type_, "function"}, inputs{type_, "inputs"}, kept{type_, "kept"}, known{type_, "known"},
-      kwargs{type_, "kwargs"}, module{type_, "module"}, number{type_, "number"}, operator_{type_, "operator"},
+  Slot args{type_, "args"}, draws{type_, "draws"}, function{type_, "function"}, in_place{type_, "in_place"},
+      inputs{type_, "inputs"}, kept{type_, "kept"}, known{type_, "known"}, kwargs{type_, "kwargs"}, ledger_id{type_, "ledger_id"}, module{type_, "module"}, number{type_, "number"}, operator_{type_, "operator"},
       outputs{type_, "outputs"}, recordable{type_, "recordable"}, room_bytes{type_, "room_bytes"}, seconds{type_, "seconds"};
+};
+
+// Those of planner.train.eager.saved_tensors.SavedTensor.
+struct SavedClass {
+  explicit SavedClass(py::handle type)
+      : type(borrow(type.ptr())), leaf(type, "_leaf"), number(type, "_number"), recorder(type, "_recorder"), storage(type, "storage"),
+        version(type, "version") {}
+
+  py::object type;
+  Slot leaf, number, recorder, storage, version;
 };
 
 // Those of planner.train.eager.sizes.KnownOp.
@@ -207,7 +233,9 @@ class Records final : public OpRecords {
         logged_type_(parts[4]),
         op_(parts[5]),
         known_(parts[6]),
+        saved_tensor_(parts[7]),
         storage_(new_storage_),
+        invisible_(recorder_.attr("memory").attr("_invisible")),
         watch_extra_(watch_type_, "extra_bytes"),
         watch_size_(watch_type_, "size_bytes"),
         watch_storage_(watch_type_, "storage"),
@@ -223,12 +251,17 @@ class Records final : public OpRecords {
         resident_(memory_.attr("resident")),
         freed_(memory_.attr("freed")),
         note_freed_(freed_.attr("append")),
+        longest_chain_(parts[8].cast<Py_ssize_t>()),
+        lock_of_draws_(parts[9]),
+        get_random_state_(parts[10]),
+        ledger_watch_type_(parts[11]),
+        ledger_watch_id_(ledger_watch_type_, "ledger_id"),
         times_each_(costs_.attr("times_each").cast<bool>()) {}
 
   Recorded record(const CalledOp& called) override {
     const py::gil_scoped_acquire held;
     acquire.call(lock_);
-    const Unlocked at_the_end{*this};
+    const Unlocked at_the_end{*this, lock_};
     if (PyObject_IsTrue(running.of(recomputation_).ptr()) == 1) {
       return execute(called) ? Recorded::kDone : Recorded::kFailed;
     }
@@ -250,13 +283,134 @@ class Records final : public OpRecords {
     patterns_.insert_or_assign(key, borrow(pattern));
   }
 
+  PyObject* pack(PyObject* tensor) override {
+    if (!THPVariable_CheckExact(tensor) || THPVariable_Unpack(tensor).layout() != at::kStrided) {
+      return Py_NewRef(tensor);
+    }
+    return call_locked([&] { return pack_recorded(borrow(tensor)); }).release().ptr();
+  }
+
+  PyObject* unpack(PyObject* saved) override {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(saved)) != saved_tensor_.type.ptr()) {
+      return nullptr;
+    }
+    return call_locked([&] { return unpack_resident(borrow(saved)); }).release().ptr();
+  }
+
+  bool release(PyObject* saved) override {
+    try {
+      drop(saved);
+    } catch (py::error_already_set& error) {
+      error.restore();
+      return false;
+    }
+    return true;
+  }
+
+  PyObject* enter_ops(PyObject* pending) override {
+    try {
+      const auto ledger = ledger_.of(memory_);
+      auto* entered = find_ledger(ledger.ptr());
+      if (entered == nullptr) {
+        return Py_NewRef(Py_False);
+      }
+      const auto heuristic = heuristic_.of(ledger);
+      for (auto reference : borrow(pending).cast<py::list>()) {
+        if (const auto op = steal(PyObject_CallNoArgs(reference.ptr())); !op.is_none()) {
+          enter_op(*entered, heuristic, op);
+        }
+      }
+      return Py_NewRef(Py_True);
+    } catch (py::error_already_set& error) {
+      error.restore();
+      return nullptr;
+    }
+  }
+
  private:
+  // Enters an op into the ledger, as `Memory.enter_ops` does.
+  void enter_op(EvictionLedger& ledger, const py::object& heuristic, const py::object& op) {
+    c10::SmallVector<PyObject*, 8> storages;
+    std::vector<int64_t> read, made;
+    int64_t moved_bytes = 0;
+    for (auto reference : borrow(op_.inputs.in(op)).cast<py::list>()) {
+      auto* storage = PyTuple_GET_ITEM(reference.ptr(), 0);
+      if (storage != Py_None && std::find(storages.begin(), storages.end(), storage) == storages.end()) {
+        storages.push_back(storage);
+        read.push_back(enter(ledger, storage, std::nullopt));
+        moved_bytes += to_int(storage_.size_bytes.of(storage));
+      }
+    }
+    const bool is_kept = !op_.draws.of(op).is_none() && keeps_random.of(heuristic).ptr() == Py_True;
+    int64_t place = 0;
+    for (auto output : borrow(op_.outputs.in(op)).cast<py::list>()) {
+      const std::pair<int64_t, int64_t> origin(to_int(op_.number.of(op)), place++);
+      const auto storage = steal(PyObject_CallNoArgs(PyTuple_GET_ITEM(output.ptr(), 1)));
+      if (!storage.is_none()) {
+        made.push_back(enter(ledger, storage, origin));
+        moved_bytes += to_int(storage_.size_bytes.of(storage));
+      }
+    }
+    if (is_kept) {
+      std::for_each(made.begin(), made.end(), [&](int64_t id) { ledger.pin(id); });
+    }
+    if (op_.in_place.in(op) == Py_True) {
+      read.insert(read.end(), made.begin(), made.end());
+    }
+    const auto cost_s = estimate_s.call(heuristic, op_.seconds.of(op), number(moved_bytes));
+    op_.ledger_id.set(op, number(ledger.add_op(read, made, to_double(cost_s))));
+  }
+
+  // Returns the ledger's id of a storage, as `Memory._enter` does.
+  int64_t enter(EvictionLedger& ledger, py::handle storage, std::optional<std::pair<int64_t, int64_t>> origin) {
+    if (!storage_.ledger_id.of(storage).is_none()) {
+      return to_int(storage_.ledger_id.of(storage));
+    }
+    const auto id = ledger.add_storage(to_int(storage_.size_bytes.of(storage)), origin);
+    const auto id_object = number(id);
+    storage_.ledger_id.set(storage, id_object);
+    const auto watch = ledger_watch_type_(storage, append.of(dropped_.of(memory_)));
+    ledger_watch_id_.set(watch, id_object);
+    check(PyDict_SetItem(by_id.of(memory_).ptr(), id_object.ptr(), watch.ptr()));
+    ledger.touch({id}, to_double(storage_.touched_s.of(storage)));
+    if (to_int(storage_.address.of(storage)) == 0) {
+      ledger.note_evicted(id);
+    }
+    const bool is_held = storage_.base.in(storage) != Py_None || PyDict_GET_SIZE(storage_.aliases.in(storage)) > 0;
+    const bool is_barred = storage_.pinned.in(storage) == Py_True || !is_held;
+    storage_.barred.set(storage, boolean(is_barred));
+    if (is_barred) {
+      ledger.pin(id);
+    }
+    return id;
+  }
+
   struct Unlocked {
     const Records& records;
+    const py::object& lock;
 
     ~Unlocked() {
       const py::error_scope kept;
-      records.release.call(records.lock_);
+      records.unlock.call(lock);
+    }
+  };
+
+  // Numbers of storages in the order in which they were added, without duplicates.
+  struct Numbers {
+    c10::SmallVector<py::object, 8> found;
+
+    void add(py::object number) {
+      if (std::none_of(found.begin(), found.end(), [&](const auto& other) { return other.is(number); })) {
+        found.push_back(std::move(number));
+      }
+    }
+
+    py::tuple to_tuple() {
+      py::tuple made(found.size());
+      for (size_t i = 0; i < found.size(); ++i) {
+        made[i] = std::move(found[i]);
+      }
+      return made;
     }
   };
 
@@ -268,12 +422,136 @@ class Records final : public OpRecords {
     size_t next = 0;
   };
 
+  template <typename Call>
+  py::object call_locked(Call call) {
+    try {
+      acquire.call(lock_);
+      const Unlocked at_the_end{*this, lock_};
+      return call();
+    } catch (py::error_already_set& error) {
+      error.restore();
+      return {};
+    }
+  }
+
+  // Returns the handle of a tensor, as `Recorder.pack` does; null if no tensor is saved.
+  py::object pack_recorded(const py::object& object) {
+    settle_freed();
+    if (PyDict_GET_SIZE(saved_.ptr()) == 0) {
+      return {};
+    }
+    const auto& tensor = THPVariable_Unpack(object.ptr());
+    const auto storage = find_or_add(tensor);
+    const bool is_pinned = storage_.pinned.in(storage) == Py_True;
+    const bool is_held = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == ParameterClass ||
+        (tensor.is_leaf() && (tensor.requires_grad() || is_pinned));
+    auto* type = reinterpret_cast<PyTypeObject*>(saved_tensor_.type.ptr());
+    const auto packed = packs.of(sources_);
+    const auto count = to_int(storage_.saved_count.of(storage)) + 1;
+    auto saved = steal(type->tp_alloc(type, 0));
+    saved_tensor_.leaf.set(saved, is_held ? object : py::none());
+    saved_tensor_.number.set(saved, packed);
+    saved_tensor_.storage.set(saved, storage);
+    saved_tensor_.version.set(saved, number(version_of(tensor)));
+    check(PyDict_SetItem(storage_.aliases.in(storage), packed.ptr(), steal(THPVariable_Wrap(make_alias(tensor))).ptr()));
+    storage_.saved_count.set(storage, number(count));
+    check(PyDict_SetItem(saved_.ptr(), identity_of(storage).ptr(), storage.ptr()));
+    packs.set(sources_, number(to_int(packed) + 1));
+    saved_tensor_.recorder.set(saved, recorder_); // from now on it is released
+    if (!is_pinned && to_int(storage_.checked.of(storage)) != to_int(overwrites.of(memory_))) {
+      pin_if_lost.call(sources_, storage);
+    }
+    if (count == 1 && !storage_.ledger_id.of(storage).is_none()) {
+      allow.call(memory_, storage);
+    }
+    return saved;
+  }
+
+  // Returns an alias of a saved tensor that is in memory, as `SavedTensor.unpack` does; null if it is evicted or overwritten.
+  py::object unpack_resident(const py::object& saved) {
+    const auto storage = borrow(saved_tensor_.storage.in(saved));
+    auto* alias = saved_tensor_.leaf.in(saved);
+    if (alias == Py_None) {
+      alias = PyDict_GetItemWithError(storage_.aliases.in(storage), saved_tensor_.number.in(saved));
+      check(alias == nullptr && PyErr_Occurred() != nullptr ? -1 : 0);
+    }
+    if (alias == nullptr || version_of(THPVariable_Unpack(alias)) != to_int(saved_tensor_.version.of(saved))) {
+      return {};
+    }
+    if (const auto log = log_.of(follower_); !log.is_none()) {
+      unpack_in_log.call(log, number_of(storage, log, step_number.of(follower_)));
+    }
+    touch_at(storage, read_s.of(memory_));
+    return steal(THPVariable_Wrap(make_alias(THPVariable_Unpack(alias))));
+  }
+
+  // Forgets a saved tensor, as `SavedTensor._drop` does.
+  void drop(py::handle saved) {
+    const auto storage = borrow(saved_tensor_.storage.in(saved));
+    const auto count = to_int(storage_.saved_count.of(storage)) - 1;
+    storage_.saved_count.set(storage, number(count));
+    remove(storage_.aliases.of(storage), saved_tensor_.number.of(saved));
+    if (const auto evicted = storage_.evicted_aliases.of(storage); !evicted.is_none()) {
+      remove(evicted, saved_tensor_.number.of(saved));
+    }
+    if (count > 0) {
+      return;
+    }
+    remove(saved_, identity_of(storage));
+    if (storage_.evicted.in(storage) == Py_True) {
+      mark_not_evicted.call(memory_, storage);
+    }
+    storage_.base.set(storage, py::none());
+    const auto watch = storage_.watch.of(storage);
+    if (watch.is_none() || PyWeakref_GetObject(watch.ptr()) == Py_None) {
+      log_release(storage, true);
+    }
+  }
+
+  static void remove(py::handle dictionary, py::handle key) {
+    const auto found = PyDict_Contains(dictionary.ptr(), key.ptr());
+    check(found > 0 ? PyDict_DelItem(dictionary.ptr(), key.ptr()) : found);
+  }
+
+  static py::object identity_of(py::handle object) {
+    return steal(PyLong_FromVoidPtr(object.ptr()));
+  }
+
+  // Logs that a storage was released, as `StepFollower.log_release` does.
+  void log_release(py::handle storage, bool only_saved) {
+    const auto log = log_.of(follower_);
+    if (log.is_none() || to_int(storage_.step.of(storage)) != to_int(step_number.of(follower_))) {
+      return;
+    }
+    const auto released = released_in_log.of(log), released_number = borrow(storage_.number.in(storage));
+    const auto found = PyDict_Contains(released.ptr(), released_number.ptr());
+    check(found);
+    if (found == 0) {
+      check(PyDict_SetItem(released.ptr(), released_number.ptr(), number(PyList_GET_SIZE(ops.of(log).ptr())).ptr()));
+      if (only_saved) {
+        check(PySet_Add(only_saved_in_log.of(log).ptr(), released_number.ptr()));
+      }
+    }
+  }
+
   static bool execute(const CalledOp& called) {
     const py::gil_scoped_release unlocked;
     return called.execute();
   }
 
+  // Returns false if nothing was done, or if the op failed.
   bool record_like(const py::object& pattern, const CalledOp& called) {
+    py::list written;
+    for (const auto& tensor : called.written) {
+      const auto storage = find_or_add(tensor);
+      // Contents that saved tensors may have to be recomputed from are copied first.
+      if (storage_.pinned.in(storage) == Py_True && (!called.updates_statistics || is_read(storage))) {
+        return false;
+      }
+      if (!written.contains(storage)) {
+        written.append(storage);
+      }
+    }
     auto op = op_.copy(pattern);
     const auto known = borrow(op_.known.in(op));
     Filled filled{called.inputs, py::list(), py::list(), op_.recordable.in(op) == Py_True};
@@ -301,9 +579,9 @@ class Records final : public OpRecords {
       return false;
     }
     settle_freed();
-    const auto made_bytes = record_outputs(called, op, known, workspace_bytes);
+    const auto made_bytes = record_outputs(called, op, written, known, workspace_bytes);
     if (const auto log = log_.of(follower_); !log.is_none()) {
-      log_op(log, op, known);
+      log_op(log, op, written, known);
     }
     if (made_bytes != out_bytes) {
       make_room.call(memory_, number(0), op_.function.of(op));
@@ -313,9 +591,9 @@ class Records final : public OpRecords {
 
   // Returns arguments with references in place of tensors.
   py::object fill(py::handle values, Filled& filled) {
-    if (values.ptr() == Py_Ellipsis) {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(values.ptr())) == reference_type_.ptr()) {
       TORCH_CHECK(filled.next < filled.inputs.size(), "the record of an op does not have its tensors");
-      return refer(filled.inputs[filled.next++], filled);
+      return refer(filled.inputs[filled.next++], values, filled);
     }
     if (!PyList_CheckExact(values.ptr())) {
       return borrow(values.ptr());
@@ -329,16 +607,12 @@ class Records final : public OpRecords {
   }
 
   // Returns a reference to a tensor that is read, as `Recorder._replace_by_references` does.
-  py::object refer(const at::Tensor& tensor, Filled& filled) {
+  py::object refer(const at::Tensor& tensor, py::handle like, Filled& filled) {
+    const auto as_in_pattern = [&](Py_ssize_t field) { return borrow(PyTuple_GET_ITEM(like.ptr(), field)); };
     const auto storage = find_or_add(tensor);
     const auto version = borrow(storage_.version.in(storage));
     storage_.last_read.set(storage, version);
-    auto now_s = read_s.of(memory_);
-    if (storage_.ledger_id.of(storage).is_none()) {
-      storage_.touched_s.set(storage, std::move(now_s));
-    } else {
-      touch.call(memory_, storage, now_s);
-    }
+    touch_at(storage, read_s.of(memory_));
     if (storage_.pinned.in(storage) == Py_True) {
       check(PyList_Append(filled.kept.ptr(), steal(THPStorage_Wrap(tensor.storage())).ptr()));
     } else if (to_int(storage_.checked.of(storage)) != to_int(overwrites.of(memory_))) {
@@ -346,11 +620,21 @@ class Records final : public OpRecords {
     }
     auto reference = new_tuple<8>(
         reference_type_,
-        {storage, version, tuple_of(tensor.sizes()), tuple_of(tensor.strides()), number(tensor.storage_offset()),
-         borrow(reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type()))), boolean(tensor.is_conj()),
-         boolean(tensor.is_neg())});
+        {storage, version, as_in_pattern(2), as_in_pattern(3), number(tensor.storage_offset()), as_in_pattern(5),
+         boolean(tensor.is_conj()), boolean(tensor.is_neg())});
     check(PyList_Append(filled.references.ptr(), reference.ptr()));
     return reference;
+  }
+
+  void touch_at(const py::object& storage, py::object now_s) {
+    if (storage_.ledger_id.of(storage).is_none()) {
+      storage_.touched_s.set(storage, std::move(now_s));
+    } else if (auto* ledger = find_ledger(ledger_.of(memory_).ptr()); ledger != nullptr) {
+      ledger->touch({to_int(storage_.ledger_id.of(storage))}, to_double(now_s));
+      storage_.touched_s.set(storage, std::move(now_s));
+    } else {
+      touch.call(memory_, storage, now_s);
+    }
   }
 
   py::object find_or_add(const at::Tensor& tensor) {
@@ -363,8 +647,33 @@ class Records final : public OpRecords {
     return number(reinterpret_cast<int64_t>(tensor.storage().unsafeGetStorageImpl()));
   }
 
+  // Records the storages that were freed, as `Memory.settle` does.
   void settle_freed() {
-    if (PyObject_Size(freed_.ptr()) > 0) {
+    while (PyObject_Size(freed_.ptr()) > 0) {
+      const auto watch = pop_left.call(freed_);
+      live_bytes.add(memory_, -to_int(watch_size_.of(watch)));
+      if (const auto extra = to_int(watch_extra_.of(watch)); extra != 0) {
+        check(PySet_Discard(invisible_.ptr(), watch.ptr()));
+        extra_bytes.add(memory_, -extra);
+      }
+      const auto storage = steal(PyObject_CallNoArgs(watch_storage_.in(watch)));
+      if (storage.is_none() || storage_.watch.in(storage) != watch.ptr()) {
+        continue;
+      }
+      const auto address = borrow(storage_.address.in(storage));
+      if (PyDict_GetItemWithError(resident_.ptr(), address.ptr()) == storage.ptr()) { // else a new storage has the address by now
+        check(PyDict_DelItem(resident_.ptr(), address.ptr()));
+      }
+      storage_.address.set(storage, number(0));
+      storage_.watch.set(storage, py::none());
+      if (to_int(storage_.saved_count.of(storage)) == 0) {
+        log_release(storage, false);
+      }
+      if (!storage_.ledger_id.of(storage).is_none()) {
+        note_gone.call(memory_, storage);
+      }
+    }
+    if (const auto dropped = dropped_.of(memory_); PyObject_Size(dropped.ptr()) > 0) {
       settle.call(memory_);
     }
   }
@@ -374,6 +683,23 @@ class Records final : public OpRecords {
     if (!times_each_) {
       forget_failures.call(costs_);
     }
+    const bool draws = random.of(op_.operator_.of(op)).ptr() == Py_True;
+    if (!draws) {
+      return run_timed(called, op, known);
+    }
+    acquire.call(lock_of_draws_);
+    const Unlocked at_the_end{*this, lock_of_draws_};
+    const auto read = called.inputs.empty() ? py::tuple() : py::make_tuple(steal(THPVariable_Wrap(called.inputs[0])));
+    const auto state = get_random_state_(read, op_.kwargs.of(op));
+    op_.draws.set(op, state);
+    const bool succeeded = run_timed(called, op, known);
+    if (!succeeded) {
+      restore.call(state[py::int_(1)], state[py::int_(0)]);
+    }
+    return succeeded;
+  }
+
+  bool run_timed(const CalledOp& called, py::handle op, py::handle known) {
     const auto start = to_double(now.call(memory_));
     if (!execute(called)) {
       return false;
@@ -395,22 +721,33 @@ class Records final : public OpRecords {
     return true;
   }
 
-  // Records what an op has made, as `Recorder.record` does, and returns its bytes.
-  int64_t record_outputs(const CalledOp& called, const py::object& op, py::handle known, int64_t workspace_bytes) {
-    const bool recordable = op_.recordable.in(op) == Py_True;
+  bool is_read(py::handle storage) {
+    return to_int(storage_.last_read.of(storage)) == to_int(storage_.version.of(storage));
+  }
+
+  // Records what an op has made and written, as `Recorder.record` does, and returns the bytes that it has made.
+  int64_t record_outputs(const CalledOp& called, const py::object& op, const py::list& written, py::handle known, int64_t workspace_bytes) {
     const auto outputs = called.outputs();
     const bool is_list = outputs.size() == 1 && outputs[0].isTensorList();
-    const auto size = is_list ? outputs[0].toTensorVector().size() : outputs.size();
+    const auto values = is_list ? outputs[0].toListRef() : outputs;
+    c10::SmallVector<std::pair<size_t, at::Tensor>, 4> new_tensors; // on different storages, with their positions
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (!values[i].isTensor() || !values[i].toTensor().defined()) {
+        continue;
+      }
+      const auto& tensor = values[i].toTensor();
+      const auto is_like = [&](const auto& found) { return found.second.storage().is_alias_of(tensor.storage()); };
+      if (PyDict_Contains(resident_.ptr(), address_of(tensor).ptr()) == 0 && std::none_of(new_tensors.begin(), new_tensors.end(), is_like)) {
+        new_tensors.emplace_back(i, tensor);
+      }
+    }
+    if (!called.written.empty()) {
+      note_writes(called, op, written, known, !new_tensors.empty());
+    }
+    const bool recordable = op_.recordable.in(op) == Py_True;
     py::list made;
     int64_t made_bytes = 0;
-    for (size_t i = 0; i < size; ++i) {
-      if (!is_list && !outputs[i].isTensor()) {
-        continue;
-      }
-      const at::Tensor tensor = is_list ? outputs[0].toTensorVector()[i] : outputs[i].toTensor();
-      if (!tensor.defined() || PyDict_Contains(resident_.ptr(), address_of(tensor).ptr()) != 0) {
-        continue;
-      }
+    for (const auto& [i, tensor] : new_tensors) {
       const auto storage = add(tensor, called, recordable);
       made_bytes += to_int(storage_.size_bytes.of(storage));
       made.append(steal(PyTuple_Pack(2, number(static_cast<int64_t>(i)).ptr(), steal(PyWeakref_NewRef(storage.ptr(), nullptr)).ptr())));
@@ -423,11 +760,86 @@ class Records final : public OpRecords {
     op_.room_bytes.set(op, number(made_bytes + workspace_bytes));
     known_.out_bytes.set(known, number(made_bytes));
     if (recordable && has_made) {
-      count.call(recorder_, op);
+      count_op(op);
     } else if (has_made) {
       kept_ops.add(recorder_, 1);
     }
     return made_bytes;
+  }
+
+  // Begins the next version of what an op has written, as `Recorder._note_writes` does.
+  void note_writes(const CalledOp& called, const py::object& op, const py::list& written, py::handle known, bool makes_outputs) {
+    const py::object first = written[0];
+    const bool is_repeatable = op_.recordable.in(op) == Py_True && !called.updates_statistics && written.size() == 1;
+    if (is_repeatable && storage_.pinned.in(first) != Py_True && PyList_GET_SIZE(storage_.chain.in(first)) < longest_chain_) {
+      check(PyList_Append(storage_.chain.in(first), record_in_place(op, known, first).ptr()));
+      return begin_version(first);
+    }
+    for (auto storage : written) {
+      begin_version(storage);
+      pin.call(sources_, storage);
+    }
+    if (!called.updates_statistics && makes_outputs) {
+      op_.recordable.set(op, boolean(false));
+    }
+  }
+
+  void begin_version(py::handle storage) {
+    storage_.version.set(storage, number(to_int(storage_.version.of(storage)) + 1));
+  }
+
+  // Records an op that writes the next version of a storage, as `Recorder._record_in_place_op` does.
+  py::object record_in_place(const py::object& op, py::handle known, const py::object& storage) {
+    auto write = op_.copy(op);
+    py::list inputs;
+    op_.args.set(write, replace_own(op_.args.of(op), storage, inputs));
+    py::dict kwargs;
+    for (auto [name, value] : borrow(op_.kwargs.in(op)).cast<py::dict>()) {
+      kwargs[name] = replace_own(value, storage, inputs);
+    }
+    op_.kwargs.set(write, std::move(kwargs));
+    op_.inputs.set(write, std::move(inputs));
+    op_.known.set(write, py::none());
+    op_.room_bytes.set(write, number(to_int(known_.workspace_bytes.of(known)) + to_int(known_.out_bytes.of(known))));
+    op_.in_place.set(write, boolean(true));
+    py::list outputs;
+    outputs.append(steal(PyTuple_Pack(2, number(0).ptr(), steal(PyWeakref_NewRef(storage.ptr(), nullptr)).ptr())));
+    op_.outputs.set(write, std::move(outputs));
+    record_write.call(sources_, storage);
+    count_op(write);
+    return write;
+  }
+
+  // Returns arguments without the storage in references to it, and appends all references to `inputs`.
+  py::object replace_own(py::handle value, const py::object& storage, py::list& inputs) {
+    if (PyList_CheckExact(value.ptr())) {
+      py::list found;
+      for (auto item : value) {
+        found.append(replace_own(item, storage, inputs));
+      }
+      return found;
+    }
+    auto found = borrow(value.ptr());
+    if (reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())) == reference_type_.ptr()) {
+      if (PyTuple_GET_ITEM(value.ptr(), 0) == storage.ptr()) {
+        std::array<py::object, 8> fields;
+        for (size_t i = 0; i < fields.size(); ++i) {
+          fields[i] = i == 0 ? py::object(py::none()) : borrow(PyTuple_GET_ITEM(value.ptr(), static_cast<Py_ssize_t>(i)));
+        }
+        found = new_tuple<8>(reference_type_, std::move(fields));
+      }
+      inputs.append(found);
+    }
+    return found;
+  }
+
+  // Counts a recorded op, as `Recorder._count` does.
+  void count_op(py::handle op) {
+    recorded.add(recorder_, 1);
+    ops.add(recorder_, 1);
+    const auto log = log_.of(follower_);
+    op_.number.set(op, log.is_none() ? ops.of(recorder_) : number(PyList_GET_SIZE(ops.of(log).ptr())));
+    check(PyList_Append(pending.of(memory_).ptr(), steal(PyWeakref_NewRef(op.ptr(), nullptr)).ptr()));
   }
 
   // Records that the storage of a new tensor is resident, as `Memory.add` does.
@@ -473,28 +885,60 @@ class Records final : public OpRecords {
   }
 
   // Logs an op for the plans of repeated steps, as `StepFollower.log_op` does.
-  void log_op(const py::object& log, py::handle op, py::handle known) {
+  void log_op(const py::object& log, py::handle op, const py::list& written, py::handle known) {
     const auto step = step_number.of(follower_);
-    py::dict read, made;
+    Numbers read, made, changed;
     for (auto reference : borrow(op_.inputs.in(op)).cast<py::list>()) {
-      number_storage(PyTuple_GET_ITEM(reference.ptr(), 0), log, step, read);
+      read.add(number_of(PyTuple_GET_ITEM(reference.ptr(), 0), log, step));
     }
     for (auto output : borrow(op_.outputs.in(op)).cast<py::list>()) {
-      number_storage(steal(PyObject_CallNoArgs(PyTuple_GET_ITEM(output.ptr(), 1))), log, step, made);
+      made.add(number_of(steal(PyObject_CallNoArgs(PyTuple_GET_ITEM(output.ptr(), 1))), log, step));
+    }
+    for (auto storage : written) {
+      changed.add(number_of(storage, log, step));
     }
     const auto operator_ = op_.operator_.of(op);
     const auto node = torch::autograd::get_current_node();
     const auto logged = new_tuple<11>(
         logged_type_,
-        {function.of(operator_), steal(PySequence_Tuple(read.ptr())), steal(PySequence_Tuple(made.ptr())), py::tuple(),
-         borrow(op_.seconds.in(op)), borrow(op_.recordable.in(op)), random.of(operator_), boolean(node != nullptr),
+        {function.of(operator_), read.to_tuple(), made.to_tuple(), changed.to_tuple(), borrow(op_.seconds.in(op)),
+         borrow(op_.recordable.in(op)), random.of(operator_), boolean(node != nullptr),
          number(node == nullptr ? -1 : static_cast<int64_t>(node->sequence_nr())), borrow(known_.workspace_bytes.in(known)),
          borrow(op_.module.in(op))});
-    add_op.call(plans_, logged, steal(PyLong_FromVoidPtr(operator_.ptr())), known_.number.of(known));
+    add_to_log(log, logged, steal(PyLong_FromVoidPtr(operator_.ptr())), borrow(known_.number.in(known)));
   }
 
-  // Adds the number of a storage in a step to `numbers`.
-  void number_storage(py::handle storage, const py::object& log, const py::object& step, const py::dict& numbers) {
+  // Adds an op to a log, as `StepPlans.add_op` does.
+  void add_to_log(const py::object& log, const py::object& logged, const py::object& operator_, const py::object& shapes) {
+    const auto item = [&](size_t i) { return borrow(PyTuple_GET_ITEM(logged.ptr(), static_cast<Py_ssize_t>(i))); };
+    const auto structure = add_after(structures.of(log), [&](const py::object& last) {
+      return number(py::hash(py::make_tuple(last, operator_, item(1), item(2), item(3))));
+    });
+    add_after(chains.of(log), [&](const py::object& last) { return number(py::hash(py::make_tuple(last, structure, shapes))); });
+    add_after(made_bytes_.of(log), [&](const py::object& last) {
+      auto size_bytes = to_int(last);
+      for (auto storage : item(2)) {
+        size_bytes += to_int(PyList_GET_ITEM(sizes_bytes.of(log).ptr(), to_int(storage)));
+      }
+      return number(size_bytes);
+    });
+    check(PyList_Append(ops.of(log).ptr(), logged.ptr()));
+    if (!following.of(plans_).is_none()) {
+      check_plan.call(plans_);
+    }
+  }
+
+  // Adds to a list what follows its last number, or 0, and returns it.
+  template <typename Next>
+  static py::object add_after(const py::object& values, Next next) {
+    const auto size = PyList_GET_SIZE(values.ptr());
+    auto added = next(size == 0 ? number(0) : borrow(PyList_GET_ITEM(values.ptr(), size - 1)));
+    check(PyList_Append(values.ptr(), added.ptr()));
+    return added;
+  }
+
+  // Returns the number of a storage in a step.
+  py::object number_of(py::handle storage, const py::object& log, const py::object& step) {
     if (to_int(storage_.step.of(storage)) != to_int(step)) {
       const auto sizes = sizes_bytes.of(log);
       storage_.step.set(storage, step);
@@ -502,22 +946,33 @@ class Records final : public OpRecords {
       check(PyList_Append(sizes.ptr(), storage_.size_bytes.in(storage)));
       check(PyList_Append(storages.of(follower_).ptr(), steal(PyWeakref_NewRef(storage.ptr(), nullptr)).ptr()));
     }
-    check(PyDict_SetItem(numbers.ptr(), storage_.number.in(storage), Py_None));
+    return borrow(storage_.number.in(storage));
   }
 
-  const Name acquire{"acquire"}, add_of_memory{"add"}, add_op{"add_op"}, budget_bytes{"budget_bytes"}, check_memory{"check_memory"}, clock_s{"clock_s"},
-      count{"_count"}, eager_peak_bytes{"eager_peak_bytes"}, evicted_bytes{"evicted_bytes"}, extra_bytes{"extra_bytes"},
-      forget_failures{"forget_failures"}, function{"function"}, kept_ops{"kept_ops"}, live_bytes{"live_bytes"}, log_{"log"},
-      make_room{"make_room"}, make_room_for{"_make_room"}, now{"now"}, overwrites{"overwrites"}, peak_bytes{"peak_bytes"},
-      pin_if_lost{"pin_if_lost"}, random{"random"}, read_s{"read_s"}, release{"release"}, running{"running"}, settle{"settle"},
-      sizes_bytes{"sizes_bytes"}, step_number{"number"}, step_ops{"step_ops"}, storages{"_storages"}, touch{"touch"};
+  const Name acquire{"acquire"}, add_of_memory{"add"}, allow{"allow"}, append{"append"}, budget_bytes{"budget_bytes"},
+      by_id{"_by_id"}, chains{"chains"}, check_memory{"check_memory"}, check_plan{"check_plan"}, clock_s{"clock_s"},
+      dropped_{"_dropped"}, eager_peak_bytes{"eager_peak_bytes"}, estimate_s{"estimate_s"}, evicted_bytes{"evicted_bytes"},
+      extra_bytes{"extra_bytes"}, following{"_following"}, forget_failures{"forget_failures"}, function{"function"},
+      heuristic_{"heuristic"}, keeps_random{"keeps_random"}, kept_ops{"kept_ops"}, ledger_{"ledger"}, live_bytes{"live_bytes"},
+      log_{"log"}, made_bytes_{"made_bytes"}, make_room{"make_room"}, make_room_for{"_make_room"},
+      mark_not_evicted{"mark_not_evicted"}, note_gone{"note_gone"}, now{"now"}, only_saved_in_log{"only_saved"}, ops{"ops"},
+      overwrites{"overwrites"}, packs{"packs"}, peak_bytes{"peak_bytes"}, pending{"pending"}, pin{"pin"},
+      pin_if_lost{"pin_if_lost"}, pop_left{"popleft"}, random{"random"}, read_s{"read_s"}, record_write{"record_write"},
+      recorded{"_recorded"}, released_in_log{"released"}, restore{"restore"}, running{"running"}, settle{"settle"},
+      sizes_bytes{"sizes_bytes"}, step_number{"number"}, step_ops{"step_ops"}, storages{"_storages"}, structures{"structures"},
+      touch{"touch"}, unlock{"release"}, unpack_in_log{"unpack"};
 
   const py::object recorder_, new_storage_, watch_type_, reference_type_, logged_type_;
   const OpClass op_;
   const KnownClass known_;
+  const SavedClass saved_tensor_;
   const StorageClass storage_;
+  const py::object invisible_;
   const Slot watch_extra_, watch_size_, watch_storage_;
   const py::object lock_, memory_, follower_, plans_, recomputation_, costs_, sources_, saved_, names_, resident_, freed_, note_freed_;
+  const Py_ssize_t longest_chain_;
+  const py::object lock_of_draws_, get_random_state_, ledger_watch_type_;
+  const Slot ledger_watch_id_;
   const bool times_each_; // ops are done when they return
   const py::object empty_ = new_storage_(0, py::none(), py::arg("pinned") = true);
   std::vector<std::pair<c10::Device, py::object>> devices_;

@@ -5,6 +5,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/ArrayRef.h>
@@ -12,7 +13,19 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
+
+// Returns a detached alias of a tensor that shares its version counter, as `make_alias` of planner.train.eager.storages does.
+inline at::Tensor make_alias(const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), true));
+}
+
+inline int64_t version_of(const at::Tensor& tensor) {
+  return static_cast<int64_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
+}
 
 // What the records of an op depend on, but for its tensors.
 using Key = std::vector<int64_t>;
@@ -20,7 +33,9 @@ using Key = std::vector<int64_t>;
 // A call of an operator.
 struct CalledOp {
   const Key& key;
-  c10::ArrayRef<at::Tensor> inputs; // those whose memory counts, in order
+  c10::ArrayRef<at::Tensor> inputs; // those whose memory counts, in order, without running statistics that it updates
+  c10::ArrayRef<at::Tensor> written;
+  bool updates_statistics; // `written` are running statistics
   int64_t module; // the number of the module that is running
   c10::function_ref<bool()> execute; // without the interpreter lock; returns false if it failed
   c10::function_ref<c10::ArrayRef<c10::IValue>()> outputs; // when it has run
@@ -45,7 +60,34 @@ class OpRecords {
 
   // Takes the record of an op, without its tensors, as the pattern for further ones of the same key.
   virtual void learn(const Key& key, PyObject* pattern) = 0;
+
+  // The hooks on saved tensors; see planner.train.eager.saved_tensors. They return null, with Python's error set, on failure, and
+  // null without one if Python has to do it: to pack the first tensor of a step, or to unpack one that is evicted or overwritten.
+  virtual PyObject* pack(PyObject* tensor) = 0;
+  virtual PyObject* unpack(PyObject* saved) = 0;
+
+  // Forgets a saved tensor that autograd drops; returns false, with Python's error set, on failure.
+  virtual bool release(PyObject* saved) = 0;
+
+  // Enters recorded ops into the ledger, if it is one of ledger.cpp: `Memory.enter_ops`. Returns True, or False if Python has to do
+  // it; null, with Python's error set, on failure.
+  virtual PyObject* enter_ops(PyObject* pending) = 0;
 };
 
-// `parts`: the recorder, and the classes of storages, their weak references, references and logged ops.
+// The ledger of evictions; ledger.cpp describes it.
+class EvictionLedger {
+ public:
+  virtual ~EvictionLedger() = default;
+  virtual int64_t add_storage(int64_t size_bytes, std::optional<std::pair<int64_t, int64_t>> origin) = 0;
+  virtual int64_t add_op(const std::vector<int64_t>& inputs, const std::vector<int64_t>& outputs, double seconds) = 0;
+  virtual void touch(const std::vector<int64_t>& ids, double now_s) = 0;
+  virtual void note_evicted(int64_t id) = 0;
+  virtual void pin(int64_t id) = 0;
+  virtual void unpin(int64_t id) = 0;
+};
+
+// Returns the ledger of ledger.cpp that an object is; null if it is another one.
+EvictionLedger* find_ledger(PyObject* object);
+
+// `parts`: the recorder, and the classes of storages, their weak references, references, logged ops and saved tensors.
 std::unique_ptr<OpRecords> new_op_records(PyObject* parts);

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 
 from planner.native.library import Library, find_library
-from planner.torch_private.core import make_subclass
 from planner.train.eager.operators import Operator
 from planner.train.eager.shared_context import SharedContext
 from planner.train.eager.size_rules import bound_of
@@ -229,24 +228,22 @@ class DeferredLog:
         begin_step: Callable[[], None],
         pack: Callable[[torch.Tensor], object],
         unpack: Callable[[object], torch.Tensor],
-    ) -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]]:
-        """Return the hooks on saved tensors that leave these to the log while it is open.
+    ) -> tuple[Callable[..., Any], ...]:
+        """Return the hooks on saved tensors that leave these to the library, `Recorder.release` and `Memory.enter_ops`.
 
         Args:
-            begin_step: called before the first tensor of a step is saved.
-            pack: packs tensors while the log is closed; returns None if it has opened the log, which then packs the tensor.
-            unpack: unpacks tensors that are not in the log, and raises the error for a `LoggedTensor` that was modified in place.
+            begin_step: called before the first tensor of a step is saved while the log is open.
+            pack: packs the first tensor of a step while it is closed; returns None if it has opened it, which then packs it.
+            unpack: unpacks tensors that were evicted, and raises the error for those that were modified in place.
         """
-        make = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, *[ctypes.py_object] * 6)(("deferred_hooks", self._library))
-        found: tuple[Any, Any] = make(self._handle, torch.Tensor, torch.nn.Parameter, make_subclass, begin_step, pack, unpack)
+        make = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, *[ctypes.py_object] * 3)(("deferred_hooks", self._library))
+        found: tuple[Callable[..., Any], ...] = make(self._handle, begin_step, pack, unpack)
         return found
 
     def take_saved(self) -> "list[tuple[LoggedTensor, torch.Tensor]]":
         """Remove the saved tensors from the log, and return them, each with the tensor that it has held before an alias."""
-        take = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, *[ctypes.py_object] * 2)(
-            ("deferred_take_saved", self._library)
-        )
-        found: list[tuple[LoggedTensor, torch.Tensor]] = take(self._handle, torch.Tensor, make_subclass)
+        take = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64)(("deferred_take_saved", self._library))
+        found: list[tuple[LoggedTensor, torch.Tensor]] = take(self._handle)
         return found
 
     def _fill_facts(self, name: bytes, overload: bytes, facts: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from planner.capture.program.draws import LOCK
 from planner.runtime.random_state import RandomState
 from planner.torch_private.core import (
     current_backward_pass,
@@ -18,11 +19,11 @@ from planner.torch_private.core import (
 from planner.train.eager.deferred_log import DeferredLog, OpExchange, UnreadOp
 from planner.train.eager.device_costs import MEASUREMENTS
 from planner.train.eager.draws import get_random_state, lock_of_draws
-from planner.train.eager.recording import Recorder
+from planner.train.eager.recording import LONGEST_CHAIN, Recorder
 from planner.train.eager.saved_tensors import SavedTensor, unpack
 from planner.train.eager.sizes import KnownOp, bound_data_dependent_bytes, may_take_free_memory
 from planner.train.eager.step_log import LoggedOp
-from planner.train.eager.storages import RecordedOp, Reference, StorageWatch, TrackedStorage
+from planner.train.eager.storages import LedgerWatch, RecordedOp, Reference, StorageWatch, TrackedStorage
 
 _Hooks = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]  # pack and unpack saved tensors
 # With fewer random states than this, those of ops that are no longer in the log are not dropped.
@@ -52,11 +53,16 @@ class LogReader:
         self._most_draws = _FEW_DRAWS
         recorder.handle = self._handle
         recorder.module.noted = self.log.shared
-        self.log.record_with((recorder, TrackedStorage, StorageWatch, Reference, LoggedOp, RecordedOp, KnownOp))
+        parts = TrackedStorage, StorageWatch, Reference, LoggedOp, RecordedOp, KnownOp, SavedTensor, LONGEST_CHAIN, LOCK
+        self.log.record_with((recorder, *parts, get_random_state, LedgerWatch))
 
     def build_hooks(self) -> _Hooks:
         """Return the hooks that pack and unpack saved tensors."""
-        return self.log.build_hooks(self._begin_step, self._pack, unpack)
+        recorder = self._recorder
+        pack, unpack_saved, recorder.release, recorder.memory.enter_ops = self.log.build_hooks(
+            self._begin_step, self._pack, unpack
+        )
+        return pack, unpack_saved
 
     def observe(self) -> None:
         """Add the counts of the log to those of the recorder."""
@@ -108,7 +114,8 @@ class LogReader:
         """Leave further ops of the signature of `op` to the library, if they need not be measured."""
         known = op.known
         is_known = known is not None and known.number and known.measurements == MEASUREMENTS and not known.needs_block
-        if op.recordable and is_known:
+        is_supported = not op.operator.resizes_out and op.operator.random == op.operator.draws
+        if op.recordable and is_known and is_supported:
             self.log.learn(op.build_pattern())
 
     def _may_open(self) -> bool:

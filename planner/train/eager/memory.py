@@ -51,8 +51,15 @@ class Memory:
         pending: ops that were recorded since the ledger was last used; they are entered into it before its next use.
         on_release: called with each storage that the program has released.
         evict_planned: evicts a storage that the plan evicts, and returns True if there is one; called before the heuristic.
+        enter_ops: enters recorded ops into the ledger, and returns True, if the C++ library does that; else returns False.
         forget_unneeded: drops records that no saved tensor needs, with what they keep; called before a budget is too small.
     """
+
+    # Read and written for each op: in place, by the C++ library.
+    __slots__ = (
+        *("__dict__", "budget_bytes", "clock_s", "eager_peak_bytes", "evicted_bytes", "extra_bytes", "ledger", "live_bytes"),
+        *("now", "overwrites", "peak_bytes", "pending", "read_s", "_dropped"),
+    )
 
     def __init__(self, budget_bytes: int, sizes: OutputSizes, new_ledger: Callable[[], Ledger]) -> None:
         self.budget_bytes = budget_bytes
@@ -71,6 +78,7 @@ class Memory:
         self.now = perf_counter
         self.on_release: Callable[[TrackedStorage], None] | None = None
         self.evict_planned: Callable[[], bool] = lambda: False
+        self.enter_ops: Callable[[list[weakref.ref[RecordedOp]]], bool] = lambda _ops: False
         self.forget_unneeded: Callable[[], None] = lambda: None
         self._new_ledger = new_ledger
         self._unheld = _count_unheld()
@@ -136,13 +144,18 @@ class Memory:
                 storage.address, storage.watch = 0, None
                 if not storage.saved and self.on_release is not None:
                     self.on_release(storage)
-                if storage.ledger_id is not None and self.ledger is not None:
-                    self._in_use.pop(storage.ledger_id, None)
-                    self.ledger.note_evicted(storage.ledger_id)
+                if storage.ledger_id is not None:
+                    self.note_gone(storage)
         while self._dropped:
             watch_of_ledger = self._dropped.popleft()
             if self.ledger is not None and self._by_id.pop(watch_of_ledger.ledger_id, None) is not None:
                 self.ledger.drop(watch_of_ledger.ledger_id)
+
+    def note_gone(self, storage: TrackedStorage) -> None:
+        """Record in the ledger that a storage is no longer resident."""
+        if storage.ledger_id is not None and self.ledger is not None:
+            self._in_use.pop(storage.ledger_id, None)
+            self.ledger.note_evicted(storage.ledger_id)
 
     def mark_not_evicted(self, storage: TrackedStorage) -> None:
         """Record that `storage` is resident again, or that no saved tensor needs it."""
@@ -313,22 +326,26 @@ class Memory:
             self.ledger = self._new_ledger()
         self.settle()
         pending, self.pending = self.pending, []
+        if not self.enter_ops(pending):
+            self._enter_ops(self.ledger, pending)
+        return self.ledger
+
+    def _enter_ops(self, ledger: Ledger, pending: list[weakref.ref[RecordedOp]]) -> None:
         for reference in pending:
             op = reference()
             if op is None:
                 continue
             inputs = {storage: None for ref in op.inputs if (storage := ref.storage) is not None}
             outputs = {place: storage for place, (_, weak) in enumerate(op.outputs) if (storage := weak()) is not None}
-            read = [self._enter(self.ledger, storage) for storage in inputs]
-            made = [self._enter(self.ledger, storage, (op.number, place)) for place, storage in outputs.items()]
-            if op.draws is not None and self.ledger.heuristic.keeps_random:
+            read = [self._enter(ledger, storage) for storage in inputs]
+            made = [self._enter(ledger, storage, (op.number, place)) for place, storage in outputs.items()]
+            if op.draws is not None and ledger.heuristic.keeps_random:
                 for ledger_id in made:
-                    self.ledger.pin(ledger_id)
+                    ledger.pin(ledger_id)
             if op.in_place:
                 read += made
             moved_bytes = sum(storage.size_bytes for storage in (*inputs, *outputs.values()))
-            op.ledger_id = self.ledger.add_op(read, made, self.ledger.heuristic.estimate_s(op.seconds, moved_bytes))
-        return self.ledger
+            op.ledger_id = ledger.add_op(read, made, ledger.heuristic.estimate_s(op.seconds, moved_bytes))
 
     def _enter(self, ledger: Ledger, storage: TrackedStorage, origin: tuple[int, int] | None = None) -> int:
         """Return the ledger's id of `storage`, and enter it if it is new: with its `origin`, if an op has made it."""

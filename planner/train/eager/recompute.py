@@ -46,6 +46,8 @@ class Recomputation:
         running: True while the runtime executes its own ops.
     """
 
+    __slots__ = ("__dict__", "running", "step_ops")
+
     def __init__(self, memory: Memory, max_recomputation: float, costs: OpCosts) -> None:
         self.memory = memory
         self.costs = costs

@@ -42,7 +42,7 @@ _NOT_AGAIN = (
     "parameter or a buffer. Lower the budget, so that tensors are evicted before the allocator runs out of memory"
 )
 # A storage with more in-place writes is kept, because the cost of recomputing it grows with each write.
-_LONGEST_CHAIN = 1000
+LONGEST_CHAIN = 1000
 
 
 class Recorder(TorchDispatchMode):
@@ -57,6 +57,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         handle: executes an op that was called: `run`, or the function with which a `LogReader` has replaced it.
+        release: forgets a saved tensor that autograd drops, and returns True, if the C++ library records ops; else returns False.
         lock: held while the state of the runtime is read or changed, because a backward pass may run in several threads.
         is_closed: the block has ended.
         sources: the saved tensors of autograd, and what they can be recomputed from.
@@ -67,6 +68,8 @@ class Recorder(TorchDispatchMode):
         module: the module that is running.
         collections: how often the garbage collector runs.
     """
+
+    __slots__ = ("_recorded", "kept_ops", "ops")
 
     def __init__(
         self,
@@ -89,6 +92,7 @@ class Recorder(TorchDispatchMode):
         self.module = CurrentModule(SimpleNamespace(module=0))
         self.collections = RareCollections()
         self.handle: Callable[[RecordedOp], Any] = self.run
+        self.release: Callable[[SavedTensor], bool] = lambda _saved: False
         self._operators: dict[int, Operator] = {}
         self._recorded = 0
 
@@ -405,7 +409,7 @@ class Recorder(TorchDispatchMode):
     def _note_writes(self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], *, makes_outputs: bool) -> None:
         """Begin the next version of each storage that an op has written: add the op to its chain, or pin it."""
         storage, is_repeatable = written[0], op.recordable and op.operator.statistics is None and len(written) == 1
-        if is_repeatable and not storage.pinned and len(storage.chain) < _LONGEST_CHAIN:
+        if is_repeatable and not storage.pinned and len(storage.chain) < LONGEST_CHAIN:
             storage.chain.append(self._record_in_place_op(op, known, storage))
             storage.version += 1
             return

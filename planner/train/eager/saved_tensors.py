@@ -1,4 +1,7 @@
-"""Handles that autograd holds in place of saved tensors, so that their storages can be evicted."""
+"""Handles that autograd holds in place of saved tensors, so that their storages can be evicted.
+
+While the C++ library records, it does what is done here for most of them (``planner/native/op_records.cpp``).
+"""
 
 from typing import TYPE_CHECKING, cast
 
@@ -42,6 +45,10 @@ class SavedTensor:
         recorder.sources.packs += 1
 
     def __del__(self) -> None:
+        if not self._recorder.release(self):
+            self._drop()
+
+    def _drop(self) -> None:
         storage, recorder = self.storage, self._recorder
         storage.saved -= 1
         storage.aliases.pop(self._number, None)

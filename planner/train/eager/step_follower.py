@@ -34,6 +34,8 @@ class StepFollower:
         log: log of the current step; None if no step runs, or it is not logged.
     """
 
+    __slots__ = ("__dict__", "_storages", "log", "number")
+
     def __init__(self, plans: StepPlans, memory: Memory, device: torch.device) -> None:
         self.plans = plans
         self.memory = memory

@@ -55,6 +55,8 @@ class StepLog:
         evictions: number of evictions in the step.
     """
 
+    __slots__ = ("__dict__", "chains", "made_bytes", "only_saved", "ops", "released", "sizes_bytes", "structures")
+
     def __init__(self, held_bytes: int) -> None:
         """Begin a step with `held_bytes` in memory."""
         self.held_bytes = held_bytes

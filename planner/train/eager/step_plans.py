@@ -196,8 +196,12 @@ class StepPlans:
         self._following = next(self._iterate_planned(), None)
 
     def add_op(self, op: LoggedOp, operator: Hashable, shapes: Hashable) -> None:
-        """Add an op to the step; if it differs from the plan, follow the plan of a step with the same first ops, or none."""
+        """Add an op to the step."""
         self.log.add_op(op, operator, shapes)
+        self.check_plan()
+
+    def check_plan(self) -> None:
+        """If the last op differs from the plan, follow the plan of a step with the same first ops, or none."""
         if self._following is not None and not self._following.is_begun_as(self.log):
             self._following = next((seen for seen in self._iterate_planned() if seen.is_begun_as(self.log)), None)
             self._left = self._following is None

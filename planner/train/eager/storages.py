@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Iterator, Sequence
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -253,9 +252,9 @@ class RecordedOp:
         return is_plain_write and all(storage.pinned for storage in written)
 
     def build_pattern(self) -> "RecordedOp":
-        """Return the record of an op that reads no contents: it has Ellipsis in place of each reference."""
-        tensors = repeat(...)
-        pattern = RecordedOp(self.operator, fill(self.args, tensors), fill(self.kwargs, tensors))
+        """Return the record of an op of the same signature that reads no storages."""
+        views = iter([reference._replace(storage=None) for reference in self.inputs])
+        pattern = RecordedOp(self.operator, fill(self.args, views), fill(self.kwargs, views))
         pattern.function, pattern.known = self.function, self.known
         return pattern
 

@@ -31,6 +31,7 @@ def test_a_refused_plan_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PlannerError(f"not with arena={how['arena']}")
 
     monkeypatch.setattr(arena_models.planner, "compile", refuse)
+    monkeypatch.setattr(arena_models, "_LEAST_LIMIT_S", 0.5)
     found = {row.way: (row.status, row.message) for row in compare_plans(blocks, BLANK, repeats=1)}
     assert found[PLANNED] == (REFUSED, "not with arena=False")
     assert found[IN_ARENA] == (REFUSED, "not with arena=True")

@@ -151,7 +151,7 @@ def test_errors_are_measured_beside_the_same_step_without(monkeypatch: pytest.Mo
 
 def test_bench_options_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "MODELS", {"small": "zoo:mlp,batch=32,width=16,layers=1,classes=300"})
-    words = ["--models", "small", "--options", "offload,chunks", "--work", "0.5", "--out", str(tmp_path)]
+    words = ["--models", "small", "--options", "offload,chunks", "--work", "0.1", "--out", str(tmp_path)]
     options.main(words)
     first = (tmp_path / "rows.csv").read_text()
     assert first.count("\n") == 1 + 4 * len(BUDGETS)

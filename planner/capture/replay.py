@@ -1,12 +1,11 @@
 """A captured step on real tensors, executed op by op with everything kept, to observe each op."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
-from graphs.ir import Op
 from graphs.schedule import Compute, Schedule, schedule_of
 from planner.capture.frontend.preserved_state import preserve_tensor
 from planner.capture.frontend.random_states import list_gpus, preserve_random_states
@@ -34,15 +33,15 @@ class RealStep:
         self.device: torch.device = self.static[0].device
         self._schedule = _replay(capture)
 
-    def run(self, look: Callable[[Op], Call | None]) -> None:
-        """Execute the step; after each op, before tensors are freed, make the call that `look` returns for it, if any."""
+    def run(self, calls: Mapping[int, Call]) -> None:
+        """Execute the step; after each op, before tensors are freed, make its call in `calls`, if any."""
         graph, program = self.capture.graph, self.capture.program
         builder, writer = PassBuilder(program), PassWriter(graph, program)
         builder.add_tensor_list("static", [source.tensor for source in program.sources])
         for step in self._schedule.steps:
             writer.write(builder, [step])
-            if isinstance(step, Compute) and (call := look(graph.ops[step.op])) is not None:
-                builder.call(call)
+            if isinstance(step, Compute) and step.op in calls:
+                builder.call(calls[step.op])
         builder.finish(None, f"profile of {graph.fingerprint}").run(self.static)
 
     @contextmanager

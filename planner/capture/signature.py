@@ -73,19 +73,13 @@ def detach_batch(batch: Batch) -> Batch:
 
     A measurement on it leaves no gradient in the caller's tensors, and does not run backward through their history.
     """
-    if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in list_leaves(batch)):
+    tensors = [leaf for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not tensors:
         return batch
-
-    leaf_of: dict[int, torch.Tensor] = {}
-
-    def detach_leaf(value: object) -> object:
-        if not isinstance(value, torch.Tensor) or not value.requires_grad:
-            return value
-        return leaf_of.setdefault(id(value), value.detach().requires_grad_())  # a tensor that is passed twice stays one
-
+    leaf_of = {id(tensor): tensor.detach().requires_grad_() for tensor in tensors}  # a tensor that is passed twice stays one
     args: tuple[object, ...]
     kwargs: dict[str, object]
-    args, kwargs = pytree.tree_map(detach_leaf, split_arguments(batch))
+    args, kwargs = pytree.tree_map(lambda leaf: leaf_of.get(id(leaf), leaf), split_arguments(batch))
     return kwargs or args
 
 

@@ -5,7 +5,7 @@ both ends.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
@@ -144,6 +144,7 @@ from torch.autograd.graph import GradientEdge
 
 from graphs.errors import PlannerError
 from planner.torch_private.core import pytree
+from planner.torch_private.patches import wrap_for_good
 
 T = TypeVar("T")
 
@@ -201,15 +202,7 @@ def call_compiled_modules_by(wanted: Callable[[Any], bool], call: Callable[..., 
 
 def fix_sizes_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
     """Make Dynamo compile the frames that are `wanted` again for each size, where it would make a size symbolic."""
-    update = _pgo.update_automatic_dynamic
-
-    def fix_sizes(tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Any:
-        if not wanted(tx):
-            return update(tx, *args, **kwargs)
-        with dynamo_config.patch(automatic_dynamic_shapes=False):
-            return update(tx, *args, **kwargs)
-
-    _pgo.update_automatic_dynamic = fix_sizes
+    wrap_for_good(_pgo, "update_automatic_dynamic", partial(_run_configured, wanted, {"automatic_dynamic_shapes": False}))
 
 
 def read_names_of_torch() -> None:
@@ -217,15 +210,14 @@ def read_names_of_torch() -> None:
 
     Libraries ask for them to find tensors of another library without importing it.
     """
-    load = InstructionTranslatorBase._load_attr
+    wrap_for_good(InstructionTranslatorBase, "_load_attr", _load_or_read)
 
-    def load_or_read(tx: InstructionTranslatorBase, attr: Any) -> None:
-        load(tx, attr)
-        if isinstance(getattr(tx.stack[-1], "obj", None), TorchInGraphFunctionVariable):
-            found = tx.stack[-1].as_python_constant()
-            tx.stack[-1] = VariableTracker.build(tx, found) if isinstance(found, str) else tx.stack[-1]
 
-    InstructionTranslatorBase._load_attr = load_or_read  # type: ignore[assignment, method-assign]
+def _load_or_read(load: Callable[..., None], tx: InstructionTranslatorBase, attr: Any) -> None:
+    load(tx, attr)
+    if isinstance(getattr(tx.stack[-1], "obj", None), TorchInGraphFunctionVariable):
+        found = tx.stack[-1].as_python_constant()
+        tx.stack[-1] = VariableTracker.build(tx, found) if isinstance(found, str) else tx.stack[-1]
 
 
 def read_arguments_of_gradients() -> None:
@@ -274,13 +266,14 @@ def _make_tuple(tx: Any, variable: Any) -> Any:
 
 def configure_dynamo_where(wanted: Callable[[InstructionTranslatorBase], bool], **settings: Any) -> None:
     """Make Dynamo capture the frames that are `wanted` with `settings`."""
-    run = InstructionTranslator.run
+    wrap_for_good(InstructionTranslator, "run", partial(_run_configured, wanted, settings))
 
-    def run_configured(tx: InstructionTranslator) -> None:
-        with dynamo_config.patch(**settings) if wanted(tx) else nullcontext():
-            run(tx)
 
-    InstructionTranslator.run = run_configured  # type: ignore[assignment, method-assign]
+def _run_configured(
+    wanted: Callable[[Any], bool], settings: Mapping[str, Any], run: Callable[..., Any], tx: Any, *args: Any, **kwargs: Any
+) -> Any:
+    with dynamo_config.patch(**settings) if wanted(tx) else nullcontext():
+        return run(tx, *args, **kwargs)
 
 
 def leave_random_objects_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
@@ -288,12 +281,12 @@ def leave_random_objects_where(wanted: Callable[[InstructionTranslatorBase], boo
 
     It would keep the first number for all calls.
     """
-    is_supported = RandomVariable.is_supported_random_obj
+    is_supported = partial(_is_supported_elsewhere, wanted, RandomVariable.is_supported_random_obj)
+    RandomVariable.is_supported_random_obj = staticmethod(is_supported)  # type: ignore[method-assign]
 
-    def is_supported_elsewhere(value: Random) -> bool:
-        return is_supported(value) and not wanted(InstructionTranslator.current_tx())
 
-    RandomVariable.is_supported_random_obj = staticmethod(is_supported_elsewhere)  # type: ignore[method-assign, assignment]
+def _is_supported_elsewhere(wanted: Callable[[Any], bool], is_supported: Callable[[Random], bool], value: Random) -> bool:
+    return is_supported(value) and not wanted(InstructionTranslator.current_tx())
 
 
 def carry_sparse_tensors_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
@@ -301,15 +294,14 @@ def carry_sparse_tensors_where(wanted: Callable[[InstructionTranslatorBase], boo
 
     It breaks the graph where it meets them, otherwise, and then cannot go on in the frame.
     """
-    wrap = VariableBuilder.wrap_tensor
+    wrap_for_good(VariableBuilder, "wrap_tensor", partial(_wrap_or_carry, wanted))
 
-    def wrap_or_carry(builder: Any, value: torch.Tensor) -> Any:
-        if value.layout is torch.strided or not wanted(builder.tx):
-            return wrap(builder, value)
-        builder.install_guards(GuardBuilder.TYPE_MATCH)
-        return UserDefinedObjectVariable(value, source=builder.source)
 
-    VariableBuilder.wrap_tensor = wrap_or_carry  # type: ignore[assignment, method-assign]
+def _wrap_or_carry(wanted: Callable[[Any], bool], wrap: Callable[..., Any], builder: Any, value: torch.Tensor) -> Any:
+    if value.layout is torch.strided or not wanted(builder.tx):
+        return wrap(builder, value)
+    builder.install_guards(GuardBuilder.TYPE_MATCH)
+    return UserDefinedObjectVariable(value, source=builder.source)
 
 
 def find_backward_nodes(outputs: object) -> set[Any]:
@@ -329,27 +321,28 @@ def refuse_double_backward(compiled: Callable[..., T], message: str) -> Callable
     AOTAutograd raises an error of its own, without a way out. Its class of autograd functions is known from the first call on;
     before torch 2.13 it has no method for this.
     """
-    classes: list[Any] = []
+    return partial(_run_watched, compiled, message, [])
 
-    def run(*args: Any) -> T:
-        outputs = compiled(*args)
-        if not classes:
-            classes.extend({node._forward_cls for node in find_backward_nodes(outputs)})
-            for kind in classes:
-                kind._double_backward = staticmethod(partial(refuse, kind._double_backward))
-        return outputs
 
-    def refuse(differentiable: Callable[..., Any], *args: Any) -> Any:
-        gradients = differentiable(*args)
-        nodes = {g.grad_fn for g in pytree.tree_leaves(gradients) if isinstance(g, torch.Tensor) and g.grad_fn is not None}
-        for node in nodes:
-            node.register_prehook(stop)
-        return gradients
+def _run_watched(compiled: Callable[..., T], message: str, classes: list[Any], *args: Any) -> T:
+    outputs = compiled(*args)
+    if not classes:
+        classes.extend({node._forward_cls for node in find_backward_nodes(outputs)})
+        for kind in classes:
+            kind._double_backward = staticmethod(partial(_watch_gradients, message, kind._double_backward))
+    return outputs
 
-    def stop(_: object) -> None:
-        raise PlannerError(message)
 
-    return run
+def _watch_gradients(message: str, differentiable: Callable[..., Any], *args: Any) -> Any:
+    gradients = differentiable(*args)
+    nodes = {g.grad_fn for g in pytree.tree_leaves(gradients) if isinstance(g, torch.Tensor) and g.grad_fn is not None}
+    for node in nodes:
+        node.register_prehook(partial(_raise_error, message))
+    return gradients
+
+
+def _raise_error(message: str, _: object) -> None:
+    raise PlannerError(message)
 
 
 def forget_saved_values() -> None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -65,6 +65,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._sympy.interp import sympy_interp  # evaluates a condition on other numbers
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # in Python's arithmetic
 from torch.utils.hooks import RemovableHandle
+
+from planner.torch_private.patches import wrap
 
 _ARE_LOGGED = ContextVar("_ARE_LOGGED", default=True)  # in this thread
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda _: _ARE_LOGGED.get())
@@ -248,14 +250,13 @@ def keep_in_graphs(ops: Collection[OpOverload]) -> Iterator[None]:
 @contextmanager
 def keep_random_ops_in_graphs() -> Iterator[None]:
     """Keep random ops whose results are not used in captured graphs: without them, later ones would draw other numbers."""
-    is_impure = torch.fx.Node.is_impure
-
-    def is_kept(self: torch.fx.Node, *args: Any, **kwargs: Any) -> bool:
-        random = isinstance(self.target, OpOverload) and torch.Tag.nondeterministic_seeded in self.target.tags
-        return random or is_impure(self, *args, **kwargs)
-
-    with patch.object(torch.fx.Node, "is_impure", is_kept):
+    with wrap(torch.fx.Node, "is_impure", _is_random_or_impure):
         yield
+
+
+def _is_random_or_impure(is_impure: Callable[..., bool], node: torch.fx.Node, *args: Any, **kwargs: Any) -> bool:
+    random = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return random or is_impure(node, *args, **kwargs)
 
 
 @contextmanager
@@ -272,14 +273,17 @@ def register_python_kernels(op: OpOverload, kernels: Mapping[DispatchKey, Callab
 @contextmanager
 def let_transforms_disable_hooks(wanted: Callable[[], bool]) -> Iterator[None]:
     """Let transforms of torch.func disable hooks on saved tensors that are set, which they refuse otherwise, where `wanted`."""
-    autograd = torch._C._autograd
-    disable = autograd._saved_tensors_hooks_disable
-
-    def disable_set(message: str, fail_if_non_empty: bool = True) -> None:  # noqa: FBT001, FBT002  as PyTorch's
-        disable(message, fail_if_non_empty and not wanted())
-
-    with patch.object(autograd, "_saved_tensors_hooks_disable", disable_set):
+    with wrap(torch._C._autograd, "_saved_tensors_hooks_disable", partial(_disable_set, wanted)):
         yield
+
+
+def _disable_set(
+    wanted: Callable[[], bool],
+    disable: Callable[..., None],
+    message: str,
+    fail_if_non_empty: bool = True,  # noqa: FBT001, FBT002  as PyTorch's
+) -> None:
+    disable(message, fail_if_non_empty and not wanted())
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from traceback import FrameSummary
 from typing import Any
-from unittest.mock import patch
 
 import sympy
 import torch
@@ -55,6 +54,7 @@ from planner.torch_private.core import (
     keep_in_graphs,
     sympy_interp,
 )
+from planner.torch_private.patches import wrap
 
 aten = torch.ops.aten
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -115,47 +115,40 @@ class DataBranches:
     @contextmanager
     def take(self) -> Iterator[None]:
         """Make Dynamo take branches on concrete values."""
-        run_node: Callable[..., Any] = dynamo_utils.run_node
-        step = InstructionTranslatorBase.step
-        cannot = ShapeEnv._make_data_dependent_error
-        remove = OutputGraph.remove_node
-
-        def keep_or_remove(output: OutputGraph, node: fx.Node) -> None:
-            if node.target is not operator.getitem or not any(map(_is_mask, node.all_input_nodes[1:])):
-                remove(output, node)  # Dynamo leaves out x[mask] if no more of it is used than its length
-
-        def run(tracer: Any, node: fx.Node, args: Any, kwargs: Any, module: Any) -> Any:
-            outer, self._node = self._node, node
-            try:
-                return self._run(lambda *given: run_node(tracer, node, *given, module), tracer, node, args, kwargs)
-            finally:
-                self._node = outer
-
-        def take_or_step(translator: InstructionTranslatorBase) -> bool:
-            tensor = _find_jump(translator)
-            asked = None if tensor is None else self._ask_for_outcome(translator, tensor)
-            more = step(translator)
-            if tensor is not None and translator.stack and translator.stack[-1] is asked:  # `a or b` is the tensor itself
-                translator.stack[-1] = tensor
-            return more
-
-        def record_decided(env: ShapeEnv, expression: sympy.Basic, outcome: sympy.Basic) -> None:
-            self._taken.append((env, BranchDecision(expression, _convert_number(outcome), find_current_line())))
-
-        def record_undecided(env: ShapeEnv, expression: sympy.Basic, *args: Any, **kwargs: Any) -> Exception:
-            self.refusal = branch_refusal(find_current_line(), self._explain_unknown(expression))
-            return cannot(env, expression, *args, **kwargs)
-
         with ExitStack() as stack:
-            stack.enter_context(patch.object(dynamo_utils, "run_node", run))
-            stack.enter_context(patch.object(InstructionTranslatorBase, "step", take_or_step))
-            stack.enter_context(patch.object(OutputGraph, "remove_node", keep_or_remove))
-            stack.enter_context(patch.object(ShapeEnv, "_log_real_tensor_propagation", record_decided))
-            stack.enter_context(patch.object(ShapeEnv, "_make_data_dependent_error", record_undecided))
+            stack.enter_context(wrap(dynamo_utils, "run_node", self._run_node))
+            stack.enter_context(wrap(InstructionTranslatorBase, "step", self._take_or_step))
+            stack.enter_context(wrap(OutputGraph, "remove_node", _keep_or_remove))
+            stack.enter_context(wrap(ShapeEnv, "_log_real_tensor_propagation", self._record_decided))
+            stack.enter_context(wrap(ShapeEnv, "_make_data_dependent_error", self._record_undecided))
             # An assertion is a branch too: its condition is checked before the step, or by an op if that is not possible.
             stack.enter_context(dynamo_config.patch(rewrite_assert_with_torch_assert=False))
             stack.enter_context(self._values.propagate(lambda: self._node is not None and self._node.target == "item"))
             yield
+
+    def _run_node(self, run_node: Callable[..., Any], tracer: Any, node: fx.Node, args: Any, kwargs: Any, module: Any) -> Any:
+        outer, self._node = self._node, node
+        try:
+            return self._run(lambda *given: run_node(tracer, node, *given, module), tracer, node, args, kwargs)
+        finally:
+            self._node = outer
+
+    def _take_or_step(self, step: Callable[..., bool], translator: InstructionTranslatorBase) -> bool:
+        tensor = _find_jump(translator)
+        asked = None if tensor is None else self._ask_for_outcome(translator, tensor)
+        more = step(translator)
+        if tensor is not None and translator.stack and translator.stack[-1] is asked:  # `a or b` is the tensor itself
+            translator.stack[-1] = tensor
+        return more
+
+    def _record_decided(self, _: object, env: ShapeEnv, expression: sympy.Basic, outcome: sympy.Basic) -> None:
+        self._taken.append((env, BranchDecision(expression, _convert_number(outcome), find_current_line())))
+
+    def _record_undecided(
+        self, cannot: Callable[..., Exception], env: ShapeEnv, expression: sympy.Basic, *args: Any, **kwargs: Any
+    ) -> Exception:
+        self.refusal = branch_refusal(find_current_line(), self._explain_unknown(expression))
+        return cannot(env, expression, *args, **kwargs)
 
     @contextmanager
     def follow(self) -> Iterator[None]:
@@ -262,14 +255,7 @@ class DataBranches:
     def _run(self, run: Callable[..., Any], tracer: Any, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Execute one node of Dynamo's graph on fake tensors, with concrete numbers where it makes tensors of them."""
         symbolic: list[Any] = []
-
-        def find_number(leaf: Any) -> Any:
-            if not isinstance(leaf, SYMBOLIC):
-                return leaf
-            symbolic.append(leaf)
-            return self._values.number(leaf)
-
-        numbers = fx.node.map_aggregate((args, kwargs), find_number)  # also those in slices
+        numbers = fx.node.map_aggregate((args, kwargs), partial(self._find_number, symbolic))  # also those in slices
         if symbolic and all(self._values.number(leaf) is not None for leaf in symbolic):
             result = run(*numbers)
             if list_tensors(result):
@@ -282,6 +268,13 @@ class DataBranches:
             self._values.name(answer, result)
             return answer
         return result
+
+    def _find_number(self, symbolic: list[Any], leaf: Any) -> Any:
+        """Return the value of a symbolic number, which is added to `symbolic`; other leaves as they are."""
+        if not isinstance(leaf, SYMBOLIC):
+            return leaf
+        symbolic.append(leaf)
+        return self._values.number(leaf)
 
     def _settle(self, node: fx.Node) -> Any:
         """Return the concrete number of `node`; `node` itself if it is no number."""
@@ -324,6 +317,11 @@ def needs_values(graph: fx.Graph) -> bool:
         if node.target in (assert_true, assert_async) or any(isinstance(v, SYMBOLIC) for v in (value, *sizes)):
             return True
     return False
+
+
+def _keep_or_remove(remove: Callable[..., None], output: OutputGraph, node: fx.Node) -> None:
+    if node.target is not operator.getitem or not any(map(_is_mask, node.all_input_nodes[1:])):
+        remove(output, node)  # Dynamo leaves out x[mask] if no more of it is used than its length
 
 
 def _find_jump(translator: InstructionTranslatorBase) -> TensorVariable | None:

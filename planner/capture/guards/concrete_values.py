@@ -9,9 +9,9 @@ unknown: executed on the value itself, it changed the model while it was capture
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from planner.torch_private.core import (
     no_dispatch,
     pytree,
 )
+from planner.torch_private.patches import wrap
 
 aten = torch.ops.aten
 
@@ -157,51 +158,46 @@ class ConcreteValues:
         Args:
             lazily: return True if a number that is taken out of a tensor now may stay a symbol until it is needed.
         """
-        from_tensor, dispatch = FakeTensorMode.from_tensor, FakeTensorMode.dispatch
-
-        def make_from(mode: FakeTensorMode, tensor: torch.Tensor, **options: Any) -> FakeTensor:
-            fake = from_tensor(mode, tensor, **options)
-            if type(tensor) is nn.Parameter:
-                self._of_parameters[fake] = True
-            if type(tensor) in (torch.Tensor, nn.Buffer, nn.Parameter) and id(fake) not in self._sources:
-                self._sources[id(fake)] = (fake, tensor)
-                self._set(fake, tensor)
-            return fake
-
-        def compute_or_dispatch(
-            mode: FakeTensorMode, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            def call_default() -> Any:
-                return dispatch(mode, func, types, args, kwargs or {})
-
-            return self._execute(mode, func, args, kwargs or {}, call_default, lazily=lazily())
-
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(FakeTensorMode, "from_tensor", make_from))
-            stack.enter_context(patch.object(FakeTensorMode, "dispatch", compute_or_dispatch))
+        compute_or_dispatch = partial(self._compute_or_dispatch, lazily)
+        with (
+            wrap(FakeTensorMode, "from_tensor", self._make_from),
+            wrap(FakeTensorMode, "dispatch", compute_or_dispatch),
+        ):
             yield
 
-    def _execute(
+    def _make_from(
+        self, from_tensor: Callable[..., Any], mode: FakeTensorMode, tensor: torch.Tensor, **options: Any
+    ) -> FakeTensor:
+        fake: FakeTensor = from_tensor(mode, tensor, **options)
+        if type(tensor) is nn.Parameter:
+            self._of_parameters[fake] = True
+        if type(tensor) in (torch.Tensor, nn.Buffer, nn.Parameter) and id(fake) not in self._sources:
+            self._sources[id(fake)] = (fake, tensor)
+            self._set(fake, tensor)
+        return fake
+
+    def _compute_or_dispatch(
         self,
+        lazily: Callable[[], bool],
+        dispatch: Callable[..., Any],
         mode: FakeTensorMode,
-        func: OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        default: Callable[[], Any],
-        *,
-        lazily: bool,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
-            return default()
+            return dispatch(mode, func, types, args, kwargs)
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         random = torch.Tag.nondeterministic_seeded in func.tags or any(t in self._random for t in given)
         value = self._compute_value(func, args, kwargs, given, random=torch.Tag.nondeterministic_seeded in func.tags)
         # Python gets the number itself, unless a symbol can stand for it until a branch needs it.
-        if value is not None and torch.Tag.data_dependent_output in func.tags and not lazily:
+        if value is not None and torch.Tag.data_dependent_output in func.tags and not lazily():
             return value
         if (sized := self._make_sized(mode, func, args, value)) is not None:
             return sized
-        result = default()
+        result = dispatch(mode, func, types, args, kwargs)
         if isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool):
             self.name(result, value, given)
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, FakeTensor)]

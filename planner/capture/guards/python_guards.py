@@ -180,14 +180,7 @@ class PythonGuards:
         """Return `call`, which runs `step`, so that the numbers that it changes are then as they were captured."""
         if self.numbers is None or not self.numbers.writes:
             return call
-        reset = partial(self.numbers.reset, {"self": step}, self.scope)
-
-        def run(*args: object, **kwargs: object) -> T:
-            returned = call(*args, **kwargs)
-            reset()
-            return returned
-
-        return run
+        return partial(_call_and_reset, call, partial(self.numbers.reset, {"self": step}, self.scope))
 
     def find_changed_numbers(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> set[str]:
         """Return the names of the numbers whose guards fail, as Dynamo writes them."""
@@ -303,6 +296,12 @@ def _iterate_external_values(sources: Iterable[str], step: nn.Module, local: Sco
             yield ExternalValue(name, partial(_get_part_addresses, find), get_part_addresses(value))
         elif isinstance(value, torch.Tensor | torch.Generator | np.ndarray | np.generic) and id(value) not in registered:
             yield ExternalValue(name, find, value)
+
+
+def _call_and_reset(call: Callable[..., T], reset: Callable[[], None], /, *args: object, **kwargs: object) -> T:
+    returned = call(*args, **kwargs)
+    reset()
+    return returned
 
 
 def _list_strides(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[tuple[int, ...], ...]:

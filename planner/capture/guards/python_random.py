@@ -15,6 +15,7 @@ import numpy as np
 from graphs.errors import TraceError
 from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_current_line, find_library_advice, format_location
 from planner.torch_private.capture import InstructionTranslatorBase, dynamo_misc, dynamo_user_defined
+from planner.torch_private.patches import wrap
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _MODULES = ("secrets", "uuid")
@@ -24,21 +25,17 @@ _DRAWS = ("random", "urandom", "randbelow", "randbits", "token_bytes", "token_he
 @contextmanager
 def forbid_python_random() -> Iterator[None]:
     """Raise an error if the captured code draws a random number that is not PyTorch's."""
-    call_function = InstructionTranslatorBase.call_function
-
-    def call(translator: InstructionTranslatorBase, fn: Any, args: Any, kwargs: Any) -> None:
-        for name in ("value", "fn"):
-            _check(getattr(fn, name, None))
-        call_function(translator, fn, args, kwargs)
-
-    def refuse(_: object, function: Callable[..., object], *__: object) -> NoReturn:
-        _refuse(getattr(function, "__name__", "random"))
-
     with ExitStack() as stack:
-        stack.enter_context(patch.object(InstructionTranslatorBase, "call_function", call))
+        stack.enter_context(wrap(InstructionTranslatorBase, "call_function", _check_and_call))
         for module in (dynamo_misc, dynamo_user_defined):
-            stack.enter_context(patch.object(module, "call_random_fn", refuse))
+            stack.enter_context(patch.object(module, "call_random_fn", _refuse_function))
         yield
+
+
+def _check_and_call(call: Callable[..., Any], translator: InstructionTranslatorBase, fn: Any, args: Any, kwargs: Any) -> None:
+    for name in ("value", "fn"):
+        _check(getattr(fn, name, None))
+    call(translator, fn, args, kwargs)
 
 
 def _check(function: object) -> None:
@@ -47,6 +44,10 @@ def _check(function: object) -> None:
         _refuse(name)
     if name in _DRAWS and getattr(function, "__module__", "") in (*_MODULES, "os", "posix", "nt"):
         _refuse(name)
+
+
+def _refuse_function(_: object, function: Callable[..., object], *__: object) -> NoReturn:
+    _refuse(getattr(function, "__name__", "random"))
 
 
 def _refuse(name: str) -> NoReturn:

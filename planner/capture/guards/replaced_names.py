@@ -11,16 +11,17 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from operator import is_
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from planner.torch_private.capture import InstructionTranslatorBase
+from planner.torch_private.patches import wrap
 
 _ABSENT = object()
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
@@ -85,14 +86,13 @@ class Replaceable:
 def record_frames() -> Iterator[Frames]:
     """Record the functions that Dynamo captures: their code, and the globals that it sees."""
     found: Frames = {}
-    original: Callable[..., object] = InstructionTranslatorBase.run
-
-    def run(translator: InstructionTranslatorBase) -> object:
-        found[translator.f_code] = translator.f_globals
-        return original(translator)
-
-    with patch.object(InstructionTranslatorBase, "run", run):
+    with wrap(InstructionTranslatorBase, "run", partial(_record_frame, found)):
         yield found
+
+
+def _record_frame(found: Frames, run: Callable[..., object], translator: InstructionTranslatorBase) -> object:
+    found[translator.f_code] = translator.f_globals
+    return run(translator)
 
 
 def needs_layout(frames: Frames) -> bool:

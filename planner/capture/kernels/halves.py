@@ -130,24 +130,7 @@ def compile_halves(
         stack: kept open as long as the halves may be compiled again.
         export: the function that makes the joint graph.
     """
-    found: dict[bool, Half] = {}
-    extra = create_compiler_config_extra(module)
-
-    def forward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
-        returned = sum(isinstance(desc, PlainAOTOutput) for desc in gm.graph.output_node().meta["desc"])
-        ends = _find_ends(gm)
-        return note(ends, compile_fx_forward(gm, example_inputs, returned, len(example_inputs), extra), backward=False)
-
-    def backward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
-        ends = _find_ends(gm)
-        return note(ends, compile_fx_backward(gm, example_inputs, extra), backward=True)
-
-    def note(ends: _Ends, compiled: object, *, backward: bool) -> object:
-        if not isinstance(compiled, CompiledFxGraph):
-            raise NothingCompiledError
-        found[backward] = Half(compiled.source_code, get_loaded_names(compiled), *ends, compiled.constants or {})
-        return compiled
-
+    passes = _Passes(create_compiler_config_extra(module))
     context = TracingContext.try_get()
     assert context is not None
     with (
@@ -168,12 +151,42 @@ def compile_halves(
             ignore_shape_env=True,
         )
         try:
-            call = aot_compile_joint_with_descriptors(joint, partition_fn=partition_fn, fw_compiler=forward, bw_compiler=backward)
+            call = aot_compile_joint_with_descriptors(
+                joint, partition_fn=partition_fn, fw_compiler=passes.compile_forward, bw_compiler=passes.compile_backward
+            )
         except InductorError as error:
             raise TraceError(f"Inductor does not compile the step: {first_line(error)}; plan with kernels='eager'") from error
-    if len(found) < 2:
+    if passes.forward is None or passes.backward is None:
         raise NothingCompiledError
-    return Halves(joint, found[False], found[True], call)
+    return Halves(joint, passes.forward, passes.backward, call)
+
+
+@dataclass(slots=True)
+class _Passes:
+    """The compilers of both passes, and what they have compiled."""
+
+    extra: Any
+    forward: Half | None = None
+    backward: Half | None = None
+
+    def compile_forward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
+        returned = sum(isinstance(desc, PlainAOTOutput) for desc in gm.graph.output_node().meta["desc"])
+        ends = _find_ends(gm)
+        compiled = compile_fx_forward(gm, example_inputs, returned, len(example_inputs), self.extra)
+        self.forward = _build_half(ends, compiled)
+        return compiled
+
+    def compile_backward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
+        ends = _find_ends(gm)
+        compiled = compile_fx_backward(gm, example_inputs, self.extra)
+        self.backward = _build_half(ends, compiled)
+        return compiled
+
+
+def _build_half(ends: _Ends, compiled: object) -> Half:
+    if not isinstance(compiled, CompiledFxGraph):
+        raise NothingCompiledError
+    return Half(compiled.source_code, get_loaded_names(compiled), *ends, compiled.constants or {})
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import compress
 
 from planner.capture.lowering.lower import Capture
-from planner.capture.program.program import Argument, read_by
+from planner.capture.program.program import read_by
 
 _NAMED = 3  # more are only counted
 
@@ -19,13 +19,9 @@ def describe_differing(capture: Capture, outputs: Sequence[int], rounded: Sequen
     for op in graph.program:
         if not reached.isdisjoint(op.inputs):
             reached.update(op.outputs)
-
-    def is_changed(value: Argument) -> bool:
-        return not reached.isdisjoint(read_by(value))
-
-    results = ["the loss"] if is_changed(program.loss) else []
-    results += ["what else is returned"] if any(map(is_changed, program.extras)) else []
-    gradients = [graph.tensors[t].name.removeprefix("model.") for t, made in program.gradients if is_changed(made)]
+    results = ["the loss"] if reached & {*read_by(program.loss)} else []
+    results += ["what else is returned"] if any(reached & {*read_by(value)} for value in program.extras) else []
+    gradients = [graph.tensors[t].name.removeprefix("model.") for t, made in program.gradients if reached & {*read_by(made)}]
     if len(gradients) > _NAMED:
         results.append(f"{len(gradients)} of {len(program.gradients)} gradients")
     else:

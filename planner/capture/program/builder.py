@@ -5,7 +5,9 @@ are in circles: neither may hold the function of a pass, which holds the channel
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -231,10 +233,9 @@ def run_within(guard: Call | None, run: Callable[..., Any]) -> Callable[..., Any
     if guard is None:
         return run
     assert callable(guard.target)
-    context = guard.target
+    return partial(_run_guarded, partial(guard.target, *guard.args, **guard.kwargs), run)
 
-    def guarded(*given: Any) -> Any:
-        with context(*guard.args, **guard.kwargs):
-            return run(*given)
 
-    return guarded
+def _run_guarded(enter: Callable[[], AbstractContextManager[object]], run: Callable[..., Any], *given: Any) -> Any:
+    with enter():
+        return run(*given)

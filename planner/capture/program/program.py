@@ -242,12 +242,8 @@ class OpCalls:
     def list_written_over(self, pairs: Container[tuple[int, int]]) -> tuple[Statement, ...]:
         """Return the statements that write the output of each of `pairs` over the input."""
         instead = {o: call for o, t, call in self.over if (o, t) in pairs}
-
-        def change_statement(statement: Statement) -> Statement:
-            call = next((instead[t] for t, _ in statement.outputs if t in instead), None)
-            return statement if call is None else replace(statement, value=call)
-
-        return tuple(map(change_statement, self.statements))
+        calls = (next((instead[t] for t, _ in each.outputs if t in instead), each.value) for each in self.statements)
+        return tuple(replace(each, value=call) for each, call in zip(self.statements, calls, strict=True))
 
     def renumber(self, numbers: Mapping[int, int]) -> "OpCalls":
         """Return the calls of the same op on other tensors, without in-place writes."""
@@ -279,19 +275,15 @@ class _Lookups:
     def of(sources: Sequence[Source]) -> "_Lookups":
         """Return the lookups of `sources`."""
         places, modules, tensors = {"": 0}, list[tuple[int, str]](), list[tuple[Kind, int, str]]()
-
-        def place_of(path: str) -> int:
-            if path not in places:
-                parent, _, name = path.rpartition(".")
-                modules.append((place_of(parent), name))
-                places[path] = len(modules)
-            return places[path]
-
         for source in sources:
             place, name = -1, source.name
             if source.kind in (Kind.PARAMETER, Kind.BUFFER):
-                path, _, name = name.rpartition(".")
-                place = place_of(path)
+                *path, name = name.split(".")
+                for i, part in enumerate(path):
+                    if (outer := ".".join(path[: i + 1])) not in places:
+                        modules.append((places[".".join(path[:i])], part))
+                        places[outer] = len(modules)
+                place = places[".".join(path)]
             elif source.kind is not Kind.CONSTANT and not source.is_tangent:
                 place = int(name)
             tensors.append((source.kind, place, name))

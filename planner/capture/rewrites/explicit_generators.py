@@ -8,14 +8,15 @@ as in eager PyTorch.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx
 
 from planner.capture.program.program import Program, iterate_leaves
 from planner.torch_private.capture import InstructionTranslatorBase, TensorVariable, TorchInGraphFunctionVariable, get_source_name
+from planner.torch_private.patches import wrap
 
 _MARK = "remat-planner: generator"
 
@@ -38,27 +39,25 @@ def record_generators() -> Iterator[dict[str, torch.Generator]]:
         The generators, by their names as Dynamo writes them.
     """
     found: dict[str, torch.Generator] = {}
-
-    def leave_out(call: Callable[..., Any]) -> Callable[..., Any]:
-        def call_without_generator(self: Any, tx: InstructionTranslatorBase, *args: Any) -> Any:
-            *first, kwargs = args
-            generator = _find_generator(kwargs.get("generator"), found)
-            if generator is None:
-                return call(self, tx, *args)
-            graph = tx.output.current_tracer.graph
-            before = set(graph.nodes)
-            result = call(self, tx, *first, {key: value for key, value in kwargs.items() if key != "generator"})
-            for node in graph.nodes:
-                if node not in before:
-                    node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: _GeneratorMark(generator)}
-            return result
-
-        return call_without_generator
-
-    with ExitStack() as stack:
-        for variable, method in ((TorchInGraphFunctionVariable, "call_function"), (TensorVariable, "call_method")):
-            stack.enter_context(patch.object(variable, method, leave_out(getattr(variable, method))))
+    leave_out = partial(_leave_out_generator, found)
+    with wrap(TorchInGraphFunctionVariable, "call_function", leave_out), wrap(TensorVariable, "call_method", leave_out):
         yield found
+
+
+def _leave_out_generator(
+    found: dict[str, torch.Generator], call: Callable[..., Any], variable: Any, tx: InstructionTranslatorBase, *args: Any
+) -> Any:
+    *first, kwargs = args
+    generator = _find_generator(kwargs.get("generator"), found)
+    if generator is None:
+        return call(variable, tx, *args)
+    graph = tx.output.current_tracer.graph
+    before = set(graph.nodes)
+    result = call(variable, tx, *first, {key: value for key, value in kwargs.items() if key != "generator"})
+    for node in graph.nodes:
+        if node not in before:
+            node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: _GeneratorMark(generator)}
+    return result
 
 
 def _find_generator(variable: Any, found: dict[str, torch.Generator]) -> torch.Generator | None:

@@ -8,11 +8,10 @@ Only ops that may round are given the layout; elementwise ops of one rounding (`
 weakness: the copy with gaps is made again for each reader, and costs time and memory beyond eager PyTorch's.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -29,6 +28,7 @@ from planner.torch_private.core import (
     get_dispatch_mode,
     pytree,
 )
+from planner.torch_private.patches import wrap
 
 aten = torch.ops.aten
 
@@ -75,16 +75,17 @@ _FILLING = {
 @contextmanager
 def record_written_strides() -> Iterator[None]:
     """Record the strides of tensors that in-place ops write, at the nodes that are captured for these ops."""
-    dispatch = FunctionalTensorMode.__torch_dispatch__
-
-    def record(self: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = dispatch(self, func, types, args, kwargs)
-        if isinstance(func, OpOverload) and _is_first_written(func) and isinstance(args[0], FunctionalTensor):
-            _record(func, args[0])
-        return result
-
-    with patch.object(FunctionalTensorMode, "__torch_dispatch__", record):
+    with wrap(FunctionalTensorMode, "__torch_dispatch__", _dispatch_and_record):
         yield
+
+
+def _dispatch_and_record(
+    dispatch: Callable[..., Any], mode: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    result = dispatch(mode, func, types, args, kwargs)
+    if isinstance(func, OpOverload) and _is_first_written(func) and isinstance(args[0], FunctionalTensor):
+        _record(func, args[0])
+    return result
 
 
 def _is_first_written(op: OpOverload) -> bool:

@@ -6,6 +6,7 @@ the same formulas in Python, with the same bits. Engines sum gradients of tensor
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,15 +52,13 @@ def capture_gradients_with_symbols() -> Iterator[None]:
     """Capture the gradients of ``pow`` and ``lerp`` for any value of a symbol."""
     with ExitStack() as stack:
         for op, function in ((aten.pow.Tensor_Scalar, _Power), (aten.lerp.Scalar, _Lerp)):
-            stack.enter_context(register_python_kernels(op, {DispatchKey.Autograd: _apply_with_symbols(op, function.apply)}))
+            kernel = partial(_apply_with_symbols, op, function.apply)
+            stack.enter_context(register_python_kernels(op, {DispatchKey.Autograd: kernel}))
         yield
 
 
-def _apply_with_symbols(op: OpOverload, apply: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        if isinstance(args[-1], torch.SymFloat):
-            return apply(*args)
-        with disable_python_dispatcher():  # or this function would be called again
-            return op(*args)
-
-    return call
+def _apply_with_symbols(op: OpOverload, apply: Callable[..., Any], *args: Any) -> Any:
+    if isinstance(args[-1], torch.SymFloat):
+        return apply(*args)
+    with disable_python_dispatcher():  # or this function would be called again
+        return op(*args)

@@ -8,9 +8,10 @@ Known weaknesses: only products of a constant matrix in the formats of ``_MULTIP
 refused by ``planner.compile`` and run between graphs under ``torch.compile(backend="planner")``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import add, iadd, matmul
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +30,7 @@ from planner.torch_private.capture import (
     get_source_name,
     wrap_fx_proxy,
 )
+from planner.torch_private.patches import wrap
 
 _MULTIPLIED = (torch.sparse_coo, torch.sparse_csr)  # the layouts that products are captured of
 _PRODUCTS = (torch.sparse.mm, torch.mm, torch.matmul, torch.spmm)
@@ -149,49 +151,49 @@ class SparseMatrices:
         """Set the parts as attributes of the captured `module`, which has the buffers of the user's model only."""
         vars(module).update(self.parts)
 
+    def call_product(
+        self, name: str, products: Container[object], call: Callable[..., Any], variable: Any, tx: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Call the function that `variable` has as attribute `name`: one of the `products` of a sparse matrix by its parts."""
+        if len(args) == 2 and not kwargs and getattr(variable, name) in products:
+            matrix, dense = (arg.realize() for arg in args)
+            if isinstance(matrix, UserDefinedObjectVariable) and isinstance(matrix.value, Tensor) and dense.is_tensor():
+                self.names.add(get_source_name(matrix.source))
+                return _build_product(tx, matrix.value, dense, self.parts)
+        return call(variable, tx, args, kwargs)
+
 
 @contextmanager
 def decompose_sparse_matrices() -> Iterator[SparseMatrices]:
     """Make Dynamo capture products of sparse matrices as products of their parts, and sums with tensors made of entries."""
     found = SparseMatrices()
-    call_builtin, call_torch = BuiltinVariable.call_function, TorchInGraphFunctionVariable.call_function
-    call_skipped = SkipFunctionVariable.call_function
     wraps = VariableBuilder._type_dispatch()  # by types; Dynamo caches it
-
-    def wrap(self: Any, value: Tensor) -> Any:
-        if value.layout not in _MULTIPLIED or value.dim() != 2 or value.requires_grad:
-            return wraps[Tensor](self, value)
-        return UserDefinedObjectVariable(value, source=self.get_source())
-
-    def wrap_product(call: Callable[..., Any], is_product: Callable[[Any], bool]) -> Callable[..., Any]:
-        def call_product(self: Any, tx: InstructionTranslatorBase, args: Sequence[Any], kwargs: Any) -> Any:
-            if len(args) == 2 and not kwargs and is_product(self):
-                matrix, dense = (arg.realize() for arg in args)
-                if isinstance(matrix, UserDefinedObjectVariable) and isinstance(matrix.value, Tensor) and dense.is_tensor():
-                    found.names.add(get_source_name(matrix.source))
-                    return _build_product(tx, matrix.value, dense, found.parts)
-            return call(self, tx, args, kwargs)
-
-        return call_product
-
-    def make_entries(self: Any, tx: InstructionTranslatorBase, args: list[Any], kwargs: Any) -> Any:
-        if self.value is torch.sparse_coo_tensor and len(args) == 3 and kwargs.keys() <= {"dtype", "device"}:
-            return UserFunctionVariable(_TRACED[self.value]).call_function(tx, args, kwargs)
-        return call_skipped(self, tx, args, kwargs)
-
-    def call_product_or_sum(self: Any, tx: InstructionTranslatorBase, args: list[Any], kwargs: Any) -> Any:
-        if self.fn in _TRACED and len(args) == 2 and getattr(args[1].realize(), "value_type", None) is Entries:
-            return UserFunctionVariable(_TRACED[self.fn]).call_function(tx, args, kwargs)
-        return builtin(self, tx, args, kwargs)
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(VariableBuilder, "_type_dispatch", lambda *_: {**wraps, Tensor: wrap}))
-        of_torch = wrap_product(call_torch, lambda function: function.value in _PRODUCTS)
-        stack.enter_context(patch.object(TorchInGraphFunctionVariable, "call_function", of_torch))
-        builtin = wrap_product(call_builtin, lambda function: function.fn is matmul)
-        stack.enter_context(patch.object(BuiltinVariable, "call_function", call_product_or_sum))
-        stack.enter_context(patch.object(SkipFunctionVariable, "call_function", make_entries))
+    with (
+        patch.object(VariableBuilder, "_type_dispatch", lambda *_: {**wraps, Tensor: partial(_wrap_matrix, wraps[Tensor])}),
+        wrap(TorchInGraphFunctionVariable, "call_function", partial(found.call_product, "value", _PRODUCTS)),
+        wrap(BuiltinVariable, "call_function", partial(found.call_product, "fn", {matmul})),
+        wrap(BuiltinVariable, "call_function", _call_sum),
+        wrap(SkipFunctionVariable, "call_function", _call_entries),
+    ):
         yield found
+
+
+def _wrap_matrix(wrap_tensor: Callable[..., Any], builder: Any, value: Tensor) -> Any:
+    if value.layout not in _MULTIPLIED or value.dim() != 2 or value.requires_grad:
+        return wrap_tensor(builder, value)
+    return UserDefinedObjectVariable(value, source=builder.get_source())
+
+
+def _call_entries(call: Callable[..., Any], variable: Any, tx: InstructionTranslatorBase, args: list[Any], kwargs: Any) -> Any:
+    if variable.value is torch.sparse_coo_tensor and len(args) == 3 and kwargs.keys() <= {"dtype", "device"}:
+        return UserFunctionVariable(_TRACED[variable.value]).call_function(tx, args, kwargs)
+    return call(variable, tx, args, kwargs)
+
+
+def _call_sum(call: Callable[..., Any], variable: Any, tx: InstructionTranslatorBase, args: list[Any], kwargs: Any) -> Any:
+    if variable.fn in _TRACED and len(args) == 2 and getattr(args[1].realize(), "value_type", None) is Entries:
+        return UserFunctionVariable(_TRACED[variable.fn]).call_function(tx, args, kwargs)
+    return call(variable, tx, args, kwargs)
 
 
 def _build_product(tx: InstructionTranslatorBase, matrix: Tensor, dense: Any, parts: dict[str, Tensor]) -> Any:
@@ -210,10 +212,9 @@ def _build_product(tx: InstructionTranslatorBase, matrix: Tensor, dense: Any, pa
 @contextmanager
 def hide_sparse_buffers(module: nn.Module) -> Iterator[None]:
     """Leave sparse buffers out of those of `module`: AOTAutograd would take them for inputs of the graph."""
-    named_buffers = module.named_buffers
-
-    def iterate_dense_buffers(*args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
-        return ((name, buffer) for name, buffer in named_buffers(*args, **options) if not is_sparse(buffer))
-
-    with patch.object(module, "named_buffers", iterate_dense_buffers):
+    with wrap(module, "named_buffers", _iterate_dense_buffers):
         yield
+
+
+def _iterate_dense_buffers(named_buffers: Callable[..., Any], *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((name, buffer) for name, buffer in named_buffers(*args, **options) if not is_sparse(buffer))

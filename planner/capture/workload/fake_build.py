@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -94,7 +95,7 @@ def _iterate_replacements() -> Iterator[tuple[ModuleType, str, Callable[..., Any
         yield torch.cuda, name, _make_constant(answers.get(name))
     default, load = torch.set_default_device, torch.load
     yield torch, "set_default_device", lambda device: default(_move_to_cpu(device))
-    yield torch, "load", _load_on_cpu(load)
+    yield torch, "load", partial(_load_on_cpu, load)
     for name, answer in (("is_available", True), ("current_accelerator", torch.device("cuda")), ("device_count", 1)):
         yield torch.accelerator, name, _make_constant(answer)
 
@@ -103,13 +104,8 @@ def _make_constant(answer: object) -> Callable[..., Any]:
     return lambda *_, **__: answer
 
 
-def _load_on_cpu(load: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(load)
-
-    def call_on_cpu(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        if "map_location" in bound.arguments:
-            bound.arguments["map_location"] = _move_to_cpu(bound.arguments["map_location"])
-        return load(*bound.args, **bound.kwargs)
-
-    return call_on_cpu
+def _load_on_cpu(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    bound = inspect.signature(load).bind(*args, **kwargs)
+    if "map_location" in bound.arguments:
+        bound.arguments["map_location"] = _move_to_cpu(bound.arguments["map_location"])
+    return load(*bound.args, **bound.kwargs)

@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -244,10 +245,8 @@ def _move_to_device(workload: Workload, device: str) -> Workload:
 
     from planner.torch_private.core import pytree
 
-    def move(leaf: object) -> object:
-        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
-
-    return workload._replace(model=workload.model.to(device), batch=pytree.tree_map(move, workload.batch))
+    batch = pytree.tree_map_only(torch.Tensor, methodcaller("to", device), workload.batch)
+    return workload._replace(model=workload.model.to(device), batch=batch)
 
 
 def _is_own_function(value: object, module: ModuleType) -> bool:

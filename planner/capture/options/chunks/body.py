@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -126,14 +127,7 @@ class Body:
         given = {read: graph.placeholder(f"given_{i}") for i, read in enumerate(self.given)}
         rooms = {(r.node, r.path): graph.placeholder(f"room_{i}") for i, r in enumerate(self.results)}
         made: dict[fx.Node, fx.Node] = {}
-
-        def get_value(arg: fx.Node, reads: Mapping[fx.Node, RowDimensions]) -> fx.Node:
-            if arg not in made:
-                if not self._is_inside(arg):
-                    return given[Given(arg, reads.get(arg))]
-                made[arg] = self._emit_op(graph, arg, count, lambda a: get_value(a, {}))
-            return made[arg]
-
+        get_value = partial(self._get_value, graph, count, given, made)
         for node in self.nodes:
             reads = self._get_reads(node)
             results = [r for r in self.results if r.node is node]
@@ -150,6 +144,22 @@ class Body:
                 graph.call_function(write, (rooms[node, result.path], item))
         graph.output(())
         return fx.GraphModule(torch.nn.Module(), graph).forward
+
+    def _get_value(
+        self,
+        graph: fx.Graph,
+        count: int,
+        given: Mapping[Given, fx.Node],
+        made: dict[fx.Node, fx.Node],
+        arg: fx.Node,
+        reads: Mapping[fx.Node, RowDimensions] = MappingProxyType({}),
+    ) -> fx.Node:
+        """Return the node for an argument: a `given` one, or one that is `made` for it."""
+        if arg not in made:
+            if not self._is_inside(arg):
+                return given[Given(arg, reads.get(arg))]
+            made[arg] = self._emit_op(graph, arg, count, partial(self._get_value, graph, count, given, made))
+        return made[arg]
 
     def _emit_op(self, graph: fx.Graph, node: fx.Node, count: int, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
         """Return the node for `node` on `count` rows."""

@@ -6,6 +6,7 @@ name (``worth.py``), so that programs stay small and a step that is captured aga
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -193,12 +194,12 @@ def make_call(
     target: Callable[..., Any], arguments: tuple[Any, ...], makes: Sequence[MadeTensor]
 ) -> Callable[..., list[torch.Tensor]]:
     """Return a function of the program's values in `arguments` that calls `target` and returns the results `makes`."""
-    reads = list_reads(arguments)
-    positions = [made.path[0] if made.path else None for made in makes]
+    return partial(_compute, target, arguments, list_reads(arguments), [made.path[0] if made.path else None for made in makes])
 
-    def compute(*given: torch.Tensor) -> list[torch.Tensor]:
-        value = dict(zip(reads, given, strict=True))
-        result = target(*fx.map_arg(arguments, value.__getitem__))
-        return [result if position is None else result[position] for position in positions]
 
-    return compute
+def _compute(
+    target: Callable[..., Any], arguments: Any, reads: Sequence[fx.Node], positions: Sequence[Any], *given: torch.Tensor
+) -> list[torch.Tensor]:
+    value = dict(zip(reads, given, strict=True))
+    result = target(*fx.map_arg(arguments, value.__getitem__))
+    return [result if position is None else result[position] for position in positions]

@@ -6,7 +6,7 @@ Recomputing the probabilities from query and key alone is FlashAttention's idea 
 of them in memory. With dropout there is no alternative, since fused kernels do not save their mask.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -153,54 +153,62 @@ def _build_efficient(op: ReplaceableOp, before: ReplaceableOp) -> Bundle:
     """Return both passes by the memory-efficient kernel, which saves the logsumexp with rows padded to a tile."""
     causal, scale = op.get_named("is_causal"), op.get_named("scale")
     rows = get_fake(op.get_named("query")).shape[2]
-
-    def forward(*given: torch.Tensor) -> Any:
-        return aten._scaled_dot_product_efficient_attention.default(*given, None, True, 0.0, causal, scale=scale)
-
-    def backward(gradient: Any, query: Any, key: Any, value: Any, out: Any, kept: Any, seed: Any) -> Any:
-        return aten._scaled_dot_product_efficient_attention_backward.default(
-            gradient, query, key, value, None, out, kept, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
-        )
-
+    forward, backward = partial(_run_efficient, causal, scale), partial(_run_efficient_backward, causal, scale)
     return _build_both(op, before, "efficient", -(-rows // _TILE) * _TILE, forward, backward)
+
+
+def _run_efficient(causal: Any, scale: Any, *given: torch.Tensor) -> Any:
+    return aten._scaled_dot_product_efficient_attention.default(*given, None, True, 0.0, causal, scale=scale)
+
+
+def _run_efficient_backward(causal: Any, scale: Any, *given: torch.Tensor) -> Any:
+    *saved, out, kept, seed = given
+    return aten._scaled_dot_product_efficient_attention_backward.default(
+        *saved, None, out, kept, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+    )
 
 
 def _build_flash(op: ReplaceableOp, before: ReplaceableOp) -> Bundle:
     """Return both passes by flash attention, which saves one logsumexp per row."""
     causal, scale = op.get_named("is_causal"), op.get_named("scale")
     rows, keys = (get_fake(op.get_named(name)).shape[2] for name in ("query", "key"))
-
-    def forward(*given: torch.Tensor) -> Any:
-        return aten._scaled_dot_product_flash_attention.default(*given, 0.0, causal, scale=scale)
-
-    def backward(gradient: Any, query: Any, key: Any, value: Any, out: Any, kept: Any, seed: Any) -> Any:
-        return aten._scaled_dot_product_flash_attention_backward.default(
-            gradient, query, key, value, out, kept, None, None, rows, keys, 0.0, causal, seed, seed, scale=scale
-        )
-
+    forward, backward = partial(_run_flash, causal, scale), partial(_run_flash_backward, rows, keys, causal, scale)
     return _build_both(op, before, "flash", rows, forward, backward)
+
+
+def _run_flash(causal: Any, scale: Any, *given: torch.Tensor) -> Any:
+    return aten._scaled_dot_product_flash_attention.default(*given, 0.0, causal, scale=scale)
+
+
+def _run_flash_backward(rows: int, keys: int, causal: Any, scale: Any, *given: torch.Tensor) -> Any:
+    *saved, seed = given
+    return aten._scaled_dot_product_flash_attention_backward.default(
+        *saved, None, None, rows, keys, 0.0, causal, seed, seed, scale=scale
+    )
 
 
 def _build_both(op: ReplaceableOp, before: ReplaceableOp, name: str, rows: int, forward: Any, backward: Any) -> Bundle:
     """Return both passes by a kernel that saves `rows` logarithms per head."""
     query, key, value, _ = _read(op, _BACKWARD)
     logarithms = Own("logsumexp", get_fake(query).new_empty((*get_fake(query).shape[:2], rows), dtype=torch.float32))
-
-    def forward_by(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(forward(*given)[:2])
-
-    def run_backward(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        seed = torch.zeros((), dtype=torch.long, device=given[0].device)  # no dropout
-        return tuple(backward(*given, seed)[:3])
-
+    makes = (MadeTensor(before.node, (0,)), logarithms)
     return (
-        Alternative(name, (before.node,), (query, key, value), (MadeTensor(before.node, (0,)), logarithms), forward_by),
+        Alternative(name, (before.node,), (query, key, value), makes, partial(_take_results, forward)),
         Alternative(
             name,
             (op.node,),
             (op[0], query, key, value, op.get_named("out"), logarithms),
             op.results,
-            run_backward,
+            partial(_take_gradients, backward),
             repeatable=False,  # gradients are accumulated in no fixed order
         ),
     )
+
+
+def _take_results(forward: Callable[..., Any], *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(forward(*given)[:2])
+
+
+def _take_gradients(backward: Callable[..., Any], *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    seed = torch.zeros((), dtype=torch.long, device=given[0].device)  # no dropout
+    return tuple(backward(*given, seed)[:3])

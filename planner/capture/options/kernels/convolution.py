@@ -8,6 +8,7 @@ recomputed.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,11 +41,11 @@ def _forward_alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
     if op.device == "cpu" and not transposed and get_fake(x).dtype == torch.float32:
         yield (op.build_alternative("onednn", _run_onednn, x, weight, bias, padding, stride, dilation, groups),)
     if get_fake(x).dim() == 4:
-        target = _run_in_format(_choose_other_format(get_fake(x)), aten.convolution.default)
+        target = partial(_run_in_format, _choose_other_format(get_fake(x)), aten.convolution.default)
         yield (op.build_alternative(_format_name(get_fake(x)), target, x, weight, bias, *geometry),)
     if op.device == "cuda":
         for name, setting in _CUDNN.items():
-            call = _run_with_cudnn(setting, aten.convolution.default)
+            call = partial(_run_with_cudnn, setting, aten.convolution.default)
             yield (op.build_alternative(name, call, x, weight, bias, *geometry, repeatable=name in _REPEATABLE),)
 
 
@@ -60,11 +61,11 @@ def _iterate_backward_alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
         arguments = (gradient, x, weight, _get_kernel_size(weight), geometry[_STRIDE], geometry[_PADDING], mask)
         yield (op.build_alternative("native", _run_native_backward, *arguments, repeatable=repeatable),)
     if get_fake(x).dim() == 4:
-        target = _run_in_format(_choose_other_format(get_fake(x)), aten.convolution_backward.default)
+        target = partial(_run_in_format, _choose_other_format(get_fake(x)), aten.convolution_backward.default)
         yield (op.build_alternative(_format_name(get_fake(x)), target, *given, mask, repeatable=repeatable),)
     if op.device == "cuda":
         for name, setting in _CUDNN.items():
-            call = _run_with_cudnn(setting, aten.convolution_backward.default)
+            call = partial(_run_with_cudnn, setting, aten.convolution_backward.default)
             yield (op.build_alternative(name, call, *given, mask, repeatable=repeatable and name in _REPEATABLE),)
 
 
@@ -73,12 +74,7 @@ def _build_one_at_a_time(op: ReplaceableOp, given: tuple[Any, ...], mask: list[b
     gradient, x, weight, bias_sizes, *geometry = given
     of_input = tuple(result for result in op.results if result.path == _INPUT)
     others = tuple(result for result in op.results if result.path != _INPUT)
-
-    def compute_input_gradient(gradient: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
-        like = gradient.new_empty(()).expand(get_fake(x).shape)  # the kernel reads only its shape
-        found = aten.convolution_backward.default(gradient, like, weight, bias_sizes, *geometry, [True, False, False])
-        return (found[0],)
-
+    compute_input_gradient = partial(_compute_input_gradient, get_fake(x).shape, (bias_sizes, *geometry))
     rest = (*given, [False, *mask[1:]])
     return (
         Alternative("input", (op.node,), (gradient, weight), of_input, compute_input_gradient, repeatable, helper=True),
@@ -91,6 +87,14 @@ def _build_one_at_a_time(op: ReplaceableOp, given: tuple[Any, ...], mask: list[b
             repeatable,
         ),
     )
+
+
+def _compute_input_gradient(
+    shape: torch.Size, geometry: tuple[Any, ...], gradient: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor]:
+    like = gradient.new_empty(()).expand(shape)  # the kernel reads only its shape
+    found = aten.convolution_backward.default(gradient, like, weight, *geometry, [True, False, False])
+    return (found[0],)
 
 
 def _get_kernel_size(weight: Any) -> list[int]:
@@ -140,13 +144,9 @@ def _format_name(x: torch.Tensor) -> str:
     return "contiguous" if _choose_other_format(x) is torch.contiguous_format else "channels_last"
 
 
-def _run_in_format(memory_format: torch.memory_format, target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `target` with all images in `memory_format`."""
-
-    def call(*arguments: Any) -> Any:
-        return target(*(a.contiguous(memory_format=memory_format) if _is_image(a) else a for a in arguments))
-
-    return call
+def _run_in_format(memory_format: torch.memory_format, target: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `target` with all images in `memory_format`."""
+    return target(*(a.contiguous(memory_format=memory_format) if _is_image(a) else a for a in arguments))
 
 
 def _is_image(value: object) -> bool:
@@ -161,12 +161,8 @@ _CUDNN = {
 _REPEATABLE = ("deterministic",)
 
 
-def _run_with_cudnn(setting: dict[str, bool], target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `target` with cuDNN's `setting`."""
-
-    def call(*arguments: Any) -> Any:
-        cudnn = torch.backends.cudnn
-        with cudnn.flags(benchmark_limit=cudnn.benchmark_limit, allow_tf32=cudnn.allow_tf32, **setting):
-            return target(*arguments)
-
-    return call
+def _run_with_cudnn(setting: dict[str, bool], target: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `target` with cuDNN's `setting`."""
+    cudnn = torch.backends.cudnn
+    with cudnn.flags(benchmark_limit=cudnn.benchmark_limit, allow_tf32=cudnn.allow_tf32, **setting):
+        return target(*arguments)

@@ -5,6 +5,7 @@ of a loss and of its logits. The kernels read an element, or a row, before they 
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,13 +96,7 @@ def _build_written_over(row: list[ReplaceableOp]) -> tuple[tuple[fx.Node, ...], 
             if get_storage(get_fake(arg)) not in inside and arg not in given:
                 given[arg] = graph.placeholder(f"given_{len(given)}")
 
-    def get_value(arg: fx.Node) -> fx.Node:
-        if arg in given:
-            return given[arg]
-        if arg not in made:  # a view of a tensor made inside
-            made[arg] = graph.call_function(get_callable(arg.target), *fx.map_arg((arg.args, arg.kwargs), get_value))
-        return made[arg]
-
+    get_value = partial(_get_value, graph, given, made)
     for before, op in zip([None, *row], row, strict=False):
         args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), get_value)
         target: Any = op.node.target
@@ -115,3 +110,12 @@ def _build_written_over(row: list[ReplaceableOp]) -> tuple[tuple[fx.Node, ...], 
         made[op.node] = graph.call_function(function, args, kwargs)
     graph.output((made[row[-1].node],))
     return tuple(given), fx.GraphModule(torch.nn.Module(), graph).forward
+
+
+def _get_value(graph: fx.Graph, given: dict[fx.Node, fx.Node], made: dict[fx.Node, fx.Node], arg: fx.Node) -> fx.Node:
+    if arg in given:
+        return given[arg]
+    if arg not in made:  # a view of a tensor made inside
+        arguments = fx.map_arg((arg.args, arg.kwargs), partial(_get_value, graph, given, made))
+        made[arg] = graph.call_function(get_callable(arg.target), *arguments)
+    return made[arg]

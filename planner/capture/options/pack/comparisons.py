@@ -6,6 +6,7 @@ are short. At 60% of its peak, the zoo's MLP takes 3.4% longer without, both sol
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -81,11 +82,10 @@ class Compared:
     def pack_bits(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         """Return the bits that the gradient needs of the kernel's input."""
         flat = bits.flatten_in_order(x, bits.order_of(self.like))
+        return (bits.pack(partial(self._write, flat), flat.numel(), self.size, flat),)
 
-        def write(room: torch.Tensor, begin: int, end: int) -> None:
-            self.comparison.ask(flat[begin:end], room, self.arguments)
-
-        return (bits.pack(write, flat.numel(), self.size, flat),)
+    def _write(self, flat: torch.Tensor, room: torch.Tensor, begin: int, end: int) -> None:
+        self.comparison.ask(flat[begin:end], room, self.arguments)
 
     def unpack_bits(self, gradient: torch.Tensor, packed: torch.Tensor) -> tuple[torch.Tensor]:
         """Return the gradient, laid out like the kernel's."""

@@ -57,9 +57,9 @@ def compute_token_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
 
 
-def draw_images(batch: int, channels: int, size: int) -> Tensor:
+def draw_images(batch: int, size: int) -> Tensor:
     """Return random square images of `size` pixels a side."""
-    return torch.randn(batch, channels, size, size)
+    return torch.randn(batch, 3, size, size)
 
 
 def init_convolutions(model: nn.Module) -> None:

@@ -74,4 +74,4 @@ def densenet121(
         layers += [nn.BatchNorm2d(channels), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         model = nn.Sequential(*layers, nn.Linear(channels, classes))
         init_convolutions(model)
-        return Workload(model, compute_class_loss, (draw_images(batch, 3, size), torch.randint(classes, (batch,))))
+        return Workload(model, compute_class_loss, (draw_images(batch, size), torch.randint(classes, (batch,))))

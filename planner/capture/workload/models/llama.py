@@ -11,15 +11,14 @@ from planner.capture.workload.models.common import compute_token_loss, create_te
 class RMSNorm(nn.Module):
     """The norm x / rms(x) * weight, with the quotient in float32."""
 
-    def __init__(self, width: int, eps: float = 1e-5) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` over its root mean square along the last dimension, times the weight."""
         wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
         return self.weight * (wide * scale).to(x.dtype)
 
 

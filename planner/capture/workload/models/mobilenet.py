@@ -69,4 +69,4 @@ def mobilenet_v2(
         layers += [build_convolution(channels, last, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         model = nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(last, classes))
         init_convolutions(model)
-        return Workload(model, compute_class_loss, (draw_images(batch, 3, size), torch.randint(classes, (batch,))))
+        return Workload(model, compute_class_loss, (draw_images(batch, size), torch.randint(classes, (batch,))))

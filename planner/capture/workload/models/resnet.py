@@ -76,7 +76,7 @@ def _make_resnet(default: tuple[int, ...], *, bottleneck: bool) -> Callable[...,
     ) -> Workload:
         with create_tensors_in(dtype, device):
             model = build_residual_network(tuple(blocks), width, classes, bottleneck=bottleneck)
-            return Workload(model, compute_class_loss, (draw_images(batch, 3, size), torch.randint(classes, (batch,))))
+            return Workload(model, compute_class_loss, (draw_images(batch, size), torch.randint(classes, (batch,))))
 
     return build
 

@@ -74,4 +74,4 @@ def unet(
     refuse_if(norm == "group" and channels % 8, f"option channels of unet is {channels}: norm=group needs a multiple of 8")
     with create_tensors_in(dtype, device):
         model = UNet(channels=channels, depth=depth, classes=classes, norm=norm)
-        return Workload(model, compute_class_loss, (draw_images(batch, 3, size), torch.randint(classes, (batch, size, size))))
+        return Workload(model, compute_class_loss, (draw_images(batch, size), torch.randint(classes, (batch, size, size))))

@@ -63,7 +63,7 @@ def _make_vgg(*convolutions: int) -> Callable[..., Workload]:
         refuse_if(size < 32, f"option size of vgg is {size}: five halvings need at least 32")
         with create_tensors_in(dtype, device):
             model = build_plain_network(convolutions, width=width, hidden=hidden, classes=classes, bn=bn, dropout=dropout)
-            return Workload(model, compute_class_loss, (draw_images(batch, 3, size), torch.randint(classes, (batch,))))
+            return Workload(model, compute_class_loss, (draw_images(batch, size), torch.randint(classes, (batch,))))
 
     return build
 

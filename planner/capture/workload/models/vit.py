@@ -105,4 +105,4 @@ def vit(
             classes=classes,
             dropout=dropout,
         )
-        return Workload(model, compute_class_loss, (draw_images(batch, 3, size), torch.randint(classes, (batch,))))
+        return Workload(model, compute_class_loss, (draw_images(batch, size), torch.randint(classes, (batch,))))

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from graphs.short_tracebacks import shorten_traceback
 from planner.errors import explain_missing_packages
@@ -102,11 +103,7 @@ class PlannedTrainerMixin:
                 )
             return self._smoothed(model, ordinary, inputs, num_items_in_batch)
         if this.compute_loss_func is None and of_the_trainer:
-
-            def planned(**given: Any) -> dict[str, Any]:
-                return {"loss": self._loss(model, None, given)}
-
-            return ordinary(planned, inputs, num_items_in_batch=num_items_in_batch)
+            return ordinary(partial(self._return_loss, model), inputs, num_items_in_batch=num_items_in_batch)
 
         def loss_fn(outputs: Any, loss_inputs: dict[str, Any]) -> Any:
             return ordinary(lambda **_: outputs, **loss_inputs)
@@ -114,6 +111,9 @@ class PlannedTrainerMixin:
         loss_inputs = {"inputs": dict(inputs), "num_items_in_batch": num_items_in_batch}
         given = _model_arguments(ordinary, loss_inputs)
         return self._loss(model, loss_fn, {**given, "loss_inputs": loss_inputs})
+
+    def _return_loss(self, model: nn.Module, **given: Any) -> dict[str, Any]:
+        return {"loss": self._loss(model, None, given)}
 
     def _smoothed(self, model: nn.Module, ordinary: Callable[..., Any], inputs: dict[str, Any], items: Any) -> Any:
         """Return the loss of the trainer's ``LabelSmoother`` on the model's outputs: both are in the plan.
@@ -195,19 +195,18 @@ class _EchoModel:
 
 
 class _ModelCalledError(Exception):
-    pass
+    """The end of a call of a model, with its arguments."""
+
+
+def _raise_arguments(**given: Any) -> NoReturn:
+    raise _ModelCalledError(given)
 
 
 def _model_arguments(compute_loss: Callable[..., Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that `compute_loss` calls the model with."""
-    arguments: dict[str, Any] = {}
-
-    def model(**given: Any) -> Any:
-        arguments.update(given)
-        raise _ModelCalledError
-
     try:
-        compute_loss(model, dict(loss_inputs["inputs"]), num_items_in_batch=loss_inputs["num_items_in_batch"])
-    except _ModelCalledError:
+        compute_loss(_raise_arguments, dict(loss_inputs["inputs"]), num_items_in_batch=loss_inputs["num_items_in_batch"])
+    except _ModelCalledError as called:
+        arguments: dict[str, Any] = called.args[0]
         return arguments
     raise PlannerError("compute_loss does not call the model it is given, so that there is nothing to plan")

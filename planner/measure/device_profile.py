@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -140,24 +141,24 @@ class _Profile:
 
     def _measure_workspaces(self, ops: Sequence[tuple[MeasuredOp, tuple[int, ...]]]) -> dict[int, int]:
         """Return the workspace bytes of each op on the device, measured in the device's thread."""
-
-        def run(mark: Mark) -> None:
-            for measured, _ in ops:
-                op, tensors = measured.call.op, measured.build_tensors()
-                given = self._copy_to_device(op.id, [tensors[t] for t in op.inputs])
-                mark()
-                made = self._calls[op.id](*given)
-                mark()
-                del made, given, tensors
-
         if self._place.type == "cpu":
             record_cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
+        run = partial(self._run_marked, [measured for measured, _ in ops])
         rises = self._run_there(lambda: measure_segment_peaks(run, self._place))[1::2]
         found: dict[int, int] = {}
         for (measured, equal), rise in zip(ops, rises, strict=True):
             made = sum(self._round_up_bytes(self._graph.tensors[t].size_bytes) for t in measured.call.op.outputs)
             found |= dict.fromkeys(equal, max(0, rise - made))
         return found
+
+    def _run_marked(self, ops: Sequence[MeasuredOp], mark: Mark) -> None:
+        for measured in ops:
+            op, tensors = measured.call.op, measured.build_tensors()
+            given = self._copy_to_device(op.id, [tensors[t] for t in op.inputs])
+            mark()
+            made = self._calls[op.id](*given)
+            mark()
+            del made, given, tensors
 
     def _link(self) -> tuple[float, float]:
         """Return bytes per second in the slower direction, and the latency of a copy in seconds, with the thread handover."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -33,29 +34,23 @@ def mark_exact_ops(capture: Capture, real: RealStep | None) -> Capture:
     if not needs_comparison(capture):
         return capture
     equal = {} if real is None else _compare_outputs(real)
-
-    def mark_op(op: Op) -> Op:
-        if (composed := _get_comparable(capture, op)) is None:
-            return op
-        rounded = composed.list_rounding(equal.get(op.id, (False,) * len(op.outputs)))
-        return replace(op, differs=describe_differing(capture, op.outputs, rounded))
-
-    return replace(capture, graph=replace(capture.graph, ops=tuple(map(mark_op, capture.graph.ops))))
+    ops = list(capture.graph.ops)
+    for op in capture.graph.ops:
+        if (composed := _get_comparable(capture, op)) is not None:
+            rounded = composed.list_rounding(equal.get(op.id, (False,) * len(op.outputs)))
+            ops[op.id] = replace(op, differs=describe_differing(capture, op.outputs, rounded))
+    return replace(capture, graph=replace(capture.graph, ops=tuple(ops)))
 
 
 def _compare_outputs(real: RealStep) -> dict[int, tuple[bool, ...]]:
     """Return for each optional op that may be exact whether each of its outputs equals the program's."""
-    calls = real.capture.program.calls
-    found: dict[int, tuple[bool, ...]] = {}
-
-    def compare(op: int, made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
-        found[op] = tuple(torch.equal(m, w) for m, w in zip(made, wanted, strict=True))
-
-    def look(op: Op) -> Call | None:
-        if _get_comparable(real.capture, op) is None:
-            return None
-        return Call(compare, (op.id, calls[op.id].call, list(map(Ref, op.outputs))))
-
+    capture, found = real.capture, dict[int, tuple[bool, ...]]()
+    compared = [op for op in capture.graph.ops if _get_comparable(capture, op) is not None]
+    calls = {op.id: (op.id, capture.program.calls[op.id].call, list(map(Ref, op.outputs))) for op in compared}
     with real.preserve_state():
-        real.run(look)
+        real.run({op: Call(partial(_compare, found), arguments) for op, arguments in calls.items()})
     return found
+
+
+def _compare(found: dict[int, tuple[bool, ...]], op: int, made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    found[op] = tuple(torch.equal(m, w) for m, w in zip(made, wanted, strict=True))

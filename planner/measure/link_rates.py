@@ -5,13 +5,14 @@ step, which slows them: on an H100 from 50 to 54 GB/s down to 23 to 32 GB/s.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import mean, median
 
 import torch
 
 from planner.capture.lowering.lower import Capture
-from planner.measure.profile import find_distinct_ops, isolate_ops
+from planner.measure.profile import MeasuredOp, find_distinct_ops, isolate_ops
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.host_memory import HostTensor
 from planner.runtime.transfers.transfers import Transfer
@@ -38,15 +39,7 @@ def link_during_step(capture: Capture, static: Sequence[torch.Tensor], step_s: f
     """
     device = static[0].device
     channels = HostChannels(device, timed=True)
-    ops = find_distinct_ops(capture, static)
-
-    def compute() -> Iterator[None]:
-        for measured, equal in ops:
-            arguments = measured.build_arguments()
-            for _ in equal:
-                measured.run(*arguments)
-                yield
-
+    compute = partial(_compute_step, find_distinct_ops(capture, static))
     large, small = (_Copies(channels, device, size_bytes) for size_bytes in (LARGE_BYTES, SMALL_BYTES))
     with isolate_ops(device):
         large.time_copies(2, out=True, back=True)  # first touch of the memory
@@ -59,6 +52,14 @@ def link_during_step(capture: Capture, static: Sequence[torch.Tensor], step_s: f
         )
     latency_s = max(0.0, out_s - SMALL_BYTES / beside.out_bytes_per_s, in_s - SMALL_BYTES / beside.in_bytes_per_s)
     return LinkProfile(alone, beside, latency_s)
+
+
+def _compute_step(ops: Sequence[tuple[MeasuredOp, Sequence[int]]]) -> Iterator[None]:
+    for measured, equal in ops:
+        arguments = measured.build_arguments()
+        for _ in equal:
+            measured.run(*arguments)
+            yield
 
 
 def link_alone(device: torch.device) -> LinkRates:

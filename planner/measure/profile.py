@@ -348,24 +348,24 @@ class _Profiler:
         """Measure the rise of memory while each of `ops` runs, outputs included."""
         if not ops:
             return
-
-        def run(mark: Mark) -> None:
-            for done, measured in enumerate(ops):
-                self._report((1 + done / len(ops)) / 2)
-                arguments = measured.build_arguments()
-                mark()
-                seconds, host_s, made = time_call(measured.run, arguments, self.device)
-                mark()
-                measured.time_s, measured.host_s = min(measured.time_s, seconds), min(measured.host_s, host_s)
-                del made, arguments
-
         if self.device.type == "cpu" and profiler_enabled():
             warn_caller("a profiler is running, so the workspaces of ops cannot be measured: leave a margin")
             return
-        for measured, rise in zip(ops, measure_segment_peaks(run, self.device)[1::2], strict=True):
+        rises = measure_segment_peaks(partial(self._run_marked, ops), self.device)[1::2]
+        for measured, rise in zip(ops, rises, strict=True):
             measured.rise_bytes = rise
             if self.device.type == "cuda":
                 measured.requests = record_cuda_requests(partial(measured.run, *measured.build_arguments()), self.device)
+
+    def _run_marked(self, ops: Sequence[MeasuredOp], mark: Mark) -> None:
+        for done, measured in enumerate(ops):
+            self._report((1 + done / len(ops)) / 2)
+            arguments = measured.build_arguments()
+            mark()
+            seconds, host_s, made = time_call(measured.run, arguments, self.device)
+            mark()
+            measured.time_s, measured.host_s = min(measured.time_s, seconds), min(measured.host_s, host_s)
+            del made, arguments
 
     def _model_cost(self, call: IsolatedOp, error: Exception) -> OpCost:
         """Return a modelled cost for an op that failed."""

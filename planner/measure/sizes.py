@@ -19,15 +19,12 @@ def set_dense_sizes(capture: Capture) -> Capture:
 
     The storages of fake tensors give no sizes: they are larger the first time that an op is captured in a process than later.
     """
-    device = torch.device(capture.graph.device)
-
-    def set_dense_size(tensor: Tensor) -> Tensor:
-        if tensor.static or not tensor.dtype or tensor.size_bytes == 0:
-            return tensor
-        elements: int = math.prod(tensor.shape)
-        return replace(tensor, size_bytes=compute_allocated_bytes(elements * getattr(torch, tensor.dtype).itemsize, device))
-
-    return replace_ops_and_tensors(capture, capture.graph.ops, tuple(map(set_dense_size, capture.graph.tensors)))
+    device, tensors = torch.device(capture.graph.device), list(capture.graph.tensors)
+    for tensor in capture.graph.tensors:
+        if not tensor.static and tensor.dtype and tensor.size_bytes:
+            size_bytes = math.prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize
+            tensors[tensor.id] = replace(tensor, size_bytes=compute_allocated_bytes(size_bytes, device))
+    return replace_ops_and_tensors(capture, capture.graph.ops, tensors)
 
 
 def set_recorded_sizes(capture: Capture, provenance: Mapping[str, object]) -> Capture:

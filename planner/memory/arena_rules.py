@@ -6,9 +6,11 @@ the slab, which costs segments, not correctness.
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from graphs.addresses import Buffer, Offsets, live_bytes
 from graphs.allocators.caching import BLOCK_BYTES
@@ -74,15 +76,16 @@ def _find_best_grain_bytes(training: Training) -> int:
     for size in {int(size) for size in requests}:
         counts = range(-(-size // (2 * LEAST_GRAIN_BYTES)), size // LEAST_GRAIN_BYTES + 1)
         grains |= {-(-size // (count * BLOCK_BYTES)) * BLOCK_BYTES for count in counts}
+    count = partial(_count_most_bytes, requests, lower, upper)
+    return min(sorted(grains), key=count) if slots else LEAST_GRAIN_BYTES
 
-    def count_most_bytes(grain_bytes: int) -> int:
-        changes = np.zeros(max(upper, default=0) + 1, dtype=int)
-        sizes = -(-requests // grain_bytes) * grain_bytes
-        np.add.at(changes, lower, sizes)
-        np.add.at(changes, upper, -sizes)
-        return int(changes.cumsum().max())
 
-    return min(sorted(grains), key=count_most_bytes) if slots else LEAST_GRAIN_BYTES
+def _count_most_bytes(requests: NDArray[Any], lower: NDArray[Any], upper: NDArray[Any], grain_bytes: int) -> int:
+    changes = np.zeros(max(upper, default=0) + 1, dtype=int)
+    sizes = -(-requests // grain_bytes) * grain_bytes
+    np.add.at(changes, lower, sizes)
+    np.add.at(changes, upper, -sizes)
+    return int(changes.cumsum().max())
 
 
 @dataclass(slots=True, eq=False)
@@ -140,11 +143,10 @@ def _tell_apart(training: Training, index: int, others: Sequence[_Slot], again: 
     the smallest that is free.
     """
     buffer, size_bytes = training.buffers[index], compute_least_hole_bytes(training.buffers[index].size, grain_bytes)
-
-    def may_be_confused(other: _Slot) -> bool:
-        return min(training.buffers[i].size for i in other.buffers) <= size_bytes <= other.size_bytes
-
-    while (other := next(filter(may_be_confused, others), None)) is not None and other not in again:
+    least_bytes = [min(training.buffers[i].size for i in other.buffers) for other in others]
+    while confused := [slot for least, slot in zip(least_bytes, others, strict=True) if least <= size_bytes <= slot.size_bytes]:
+        if (other := confused[0]) in again:
+            break
         size_bytes = other.size_bytes + grain_bytes
     fitting = [slot for slot in again if buffer.size <= slot.size_bytes <= size_bytes]
     return min(fitting, key=lambda slot: slot.size_bytes, default=_Slot(size_bytes, []))

@@ -100,13 +100,12 @@ def find_least_budget(
 
 def _find_in_arena(graph: Graph, memory: CountedMemory, least: LeastBudget, *, arena: bool | None) -> LeastBudget:
     """Return the least budget of reserved memory, given that of allocated bytes: little more is reserved in an arena."""
-
-    def judge_bracket(found: LeastBudget) -> LeastBudget:
+    brackets = []
+    for found in (least, *least.larger):
         found_bytes = predict_counted_bytes(graph, found.schedule, memory, arena=arena)
         proved_bytes = min(found_bytes, predict_beside(graph, memory).bound(found.proved_bytes))
-        return replace(found, proved_bytes=proved_bytes, found_bytes=found_bytes, larger=())
-
-    return replace(judge_bracket(least), larger=tuple(map(judge_bracket, least.larger)))
+        brackets.append(replace(found, proved_bytes=proved_bytes, found_bytes=found_bytes, larger=()))
+    return replace(brackets[0], larger=tuple(brackets[1:]))
 
 
 def _set_even_links(graph: Graph) -> Graph:

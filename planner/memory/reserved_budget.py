@@ -166,15 +166,6 @@ class _Search:
         request = self.request
         self._found = False
         request.tell("starting", None, None)
-
-        def report_interim(schedule: Schedule, bound_s: float) -> None:
-            if schedule in self._judged:
-                return
-            found = Status.FEASIBLE, schedule, None if margins else bound_s, "", request.clock.seconds, request.settings
-            result = Result(request.graph, asked_bytes, *found)
-            if self._is_better(result):  # addresses take a second or more
-                self.offer(result)
-
         solved = self.run(
             replace(
                 request,
@@ -183,7 +174,7 @@ class _Search:
                 clock=request.clock.start_part(share * measure_rest(request.clock)),
                 on_progress=self._note_progress,
                 should_stop=lambda: (self._found and request.is_interrupted()) or self.must_stop(),
-                on_schedule=report_interim,
+                on_schedule=partial(self._offer_interim, asked_bytes, margins),
                 start=self._start or request.start,
                 tolerance=request.tolerance if self._start is None else Tolerance.of(_TIGHTER * request.tolerance.first),
             )
@@ -192,6 +183,15 @@ class _Search:
         if margins:
             result = replace(result, graph=request.graph, bound_s=None)
         return replace(solved, result=result)
+
+    def _offer_interim(self, asked_bytes: int, margins: Margins, schedule: Schedule, bound_s: float) -> None:
+        request = self.request
+        if schedule in self._judged:
+            return
+        found = Status.FEASIBLE, schedule, None if margins else bound_s, "", request.clock.seconds, request.settings
+        result = Result(request.graph, asked_bytes, *found)
+        if self._is_better(result):  # addresses take a second or more
+            self.offer(result)
 
     def _note_progress(self, progress: SolveProgress) -> None:
         self._found |= progress.best_s is not None

@@ -8,6 +8,8 @@ counted.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
 
 from graphs.checks import check_sums
 from graphs.errors import InfeasibleError, LimitError, PlannerError, SolverWarning, UsageError
@@ -166,15 +168,7 @@ def solve_graph(
     if isinstance(budget, Overhead):
         check_compatible(settings.features | {Feature.MAX_OVERHEAD})
     memory = CountedMemory.ALLOCATED if isinstance(budget, Overhead) else choose_memory(graph, settings.memory)
-    arena = _get_arena_setting(graph, settings, memory)
-    plans = _Plans(
-        graph=graph,
-        settings=settings,
-        summary=summarize(graph),
-        memory=memory,
-        arena=arena,
-        eager_reserved_bytes=predict_eager_reserved_bytes(graph, memory) if is_on_cuda(graph) else None,
-    )
+    plans = _Plans.of(graph, settings, memory)
     if isinstance(budget, Overhead):
         run = get_solver(settings.solver)
         result = _solve_least_memory(
@@ -182,11 +176,6 @@ def solve_graph(
         )
         return plans.plan_of(result, clock)
     budget_bytes = budget.resolve(plans.eager_bytes)
-
-    def tell(schedule: Schedule, bound_s: float) -> None:
-        assert on_plan is not None
-        on_plan(plans.build_interim(schedule, bound_s, budget_bytes, clock))
-
     request = Request(
         graph,
         budget_bytes,
@@ -195,15 +184,15 @@ def solve_graph(
         on_progress,
         should_stop,
         settings.params,
-        on_schedule=None if on_plan is None else tell,
+        on_schedule=None if on_plan is None else partial(plans.report_interim, on_plan, budget_bytes, clock),
         start=start,
     )
-    known = KnownBudgets(traced, request, memory, replace(settings, arena=arena), must_stop or (lambda: False))
+    known = KnownBudgets(traced, request, memory, replace(settings, arena=plans.arena), must_stop or (lambda: False))
     solved = solve_counted(
         build_solver(settings, graph),
         known.begin(),
         memory,
-        arena=arena,
+        arena=plans.arena,
         must_stop=known.must_stop_solve,
         on_least=known.learn if known.names_least else None,
     )
@@ -251,6 +240,13 @@ class _Plans:
     arena: bool | None
     eager_reserved_bytes: int | None
 
+    @classmethod
+    def of(cls, graph: Graph, settings: PlanSettings, memory: CountedMemory) -> Self:
+        """Return the plans of `graph`, whose arena and reserved memory depend on the `memory` that is counted."""
+        arena = _get_arena_setting(graph, settings, memory)
+        eager_reserved_bytes = predict_eager_reserved_bytes(graph, memory) if is_on_cuda(graph) else None
+        return cls(graph, settings, summarize(graph), memory, arena, eager_reserved_bytes)
+
     @property
     def eager_bytes(self) -> int:
         """Bytes that plain eager PyTorch needs of the memory that the budget counts."""
@@ -258,11 +254,13 @@ class _Plans:
             return self.summary.keep_everything_peak_bytes
         return self.eager_reserved_bytes
 
-    def build_interim(self, schedule: Schedule, bound_s: float, budget_bytes: int, clock: Clock) -> Plan:
-        """Return the plan of a schedule on the way."""
+    def report_interim(
+        self, on_plan: Callable[[Plan], None], budget_bytes: int, clock: Clock, schedule: Schedule, bound_s: float
+    ) -> None:
+        """Report the plan of a schedule on the way."""
         settings, request = self.settings, Request(self.graph, budget_bytes, self.settings.tolerance, clock)
         found = Status.FEASIBLE, schedule, bound_s, settings.solver, clock.seconds, request.settings
-        return self.plan_of(Result(self.graph, budget_bytes, *found), clock)
+        on_plan(self.plan_of(Result(self.graph, budget_bytes, *found), clock))
 
     def plan_of(self, result: Result, clock: Clock) -> Plan:
         """Return the plan of `result`, with the memory reserved for it on CUDA.
@@ -326,12 +324,15 @@ def _solve_least_memory(
 ) -> Result:
     """Return the schedule of least memory whose overhead over keeping everything is at most `overhead`."""
     order = order_for(graph, settings.solver, reorder=settings.reorder, clock=clock.start_part(_REORDER_SHARE * clock.limit))
-
-    def solve_at(budget_bytes: int, clock: Clock, tell: Tell | None, stop: Stop | None) -> Result:
-        return run(Request(order.graph, budget_bytes, settings.tolerance, clock, tell, stop, settings.params))
-
+    solve_at = partial(_solve_at, run, order.graph, settings)
     found = solve_least_memory(order.graph, overhead, solve_at, clock, on_progress=on_progress, should_stop=should_stop)
     return map_result_to_step(graph, order.map_result_back(found))
+
+
+def _solve_at(
+    run: Solver, graph: Graph, settings: PlanSettings, budget_bytes: int, clock: Clock, tell: Tell | None, stop: Stop | None
+) -> Result:
+    return run(Request(graph, budget_bytes, settings.tolerance, clock, tell, stop, settings.params))
 
 
 def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock | None = None) -> Reordering:

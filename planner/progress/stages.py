@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -119,14 +120,13 @@ class StageReport:
             limit_s: seconds after which the solve ends with a schedule; None if it ends at its gap, at an unknown time.
         """
         self.base_s = base_s
+        return partial(self._note_solve, limit_s)
 
-        def report(progress: SolveProgress) -> None:
-            self.solve, self.activity = progress, progress.activity or self.activity
-            if limit_s is not None:
-                self.fraction = max(self.fraction or 0.0, min(1.0, progress.seconds / max(limit_s, 1e-9)))
-            self._report(self)
-
-        return report
+    def _note_solve(self, limit_s: float | None, progress: SolveProgress) -> None:
+        self.solve, self.activity = progress, progress.activity or self.activity
+        if limit_s is not None:
+            self.fraction = max(self.fraction or 0.0, min(1.0, progress.seconds / max(limit_s, 1e-9)))
+        self._report(self)
 
 
 class Stages:

@@ -206,23 +206,34 @@ def _build_runners(devices: Devices, main: _DevicePasses, others: Mapping[str, _
     if not devices.channels:
         return run_forward, run_backward
 
-    run_parts = {stream: tuple(map(SwitchedPass, part.passes)) for stream, part in others.items()}
+    parts = {stream: tuple(map(SwitchedPass, part.passes)) for stream, part in others.items()}
+    runner = _Runner(devices, (run_forward, run_backward), main.streams, parts)
+    return runner.forward, runner.backward
 
-    def build_parts(half: int, states: Sequence[list[Any]]) -> dict[str, Callable[..., Any]]:
-        items = zip(run_parts.items(), states, strict=True)
-        return {stream: partial(run[half], state) for (stream, run), state in items}
 
-    def forward(static: Sequence[Any]) -> Returned:
-        states: list[list[Any]] = [[] for _ in others]
-        loss, extras, saved = devices.run(partial(run_forward, static), build_parts(0, states), main.streams[0])
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    """The passes of a step with transfers: of the main device, with their streams, and of others, by stream."""
+
+    devices: Devices
+    main: tuple[SwitchedPass, SwitchedPass]
+    streams: tuple[Sequence[str], Sequence[str]]
+    others: Mapping[str, tuple[SwitchedPass, ...]]
+
+    def forward(self, static: Sequence[Any]) -> Returned:
+        states: list[list[Any]] = [[] for _ in self.others]
+        loss, extras, saved = self._run(0, states, static)
         return loss, extras, [*saved, *states]
 
-    def backward(static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
-        states = [saved.pop() for _ in others][::-1]
-        gradients: tuple[Any, ...] = devices.run(partial(run_backward, static, saved), build_parts(1, states), main.streams[1])
+    def backward(self, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
+        states = [saved.pop() for _ in self.others][::-1]
+        gradients: tuple[Any, ...] = self._run(1, states, static, saved)
         return gradients
 
-    return forward, backward
+    def _run(self, half: int, states: Sequence[list[Any]], *given: Any) -> Any:
+        items = zip(self.others.items(), states, strict=True)
+        parts = {stream: partial(run[half], state) for (stream, run), state in items}
+        return self.devices.run(partial(self.main[half], *given), parts, self.streams[half])
 
 
 def _build_calls_elsewhere(graph: Graph, program: Program, schedule: Schedule, devices: Devices) -> dict[int, OpCalls]:

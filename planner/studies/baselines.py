@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ EVERY = (2, 3, 4)
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Counts = Mapping[tuple[frozenset[str], bool], Iterator[int]]  # of ops, by their half of the list and if they are recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +103,13 @@ def build_checkpoint_blocks(level: int = 1, *, depth: int = 0, every: int = 1) -
     Args:
         every: n for the first of each n blocks only, as ``activation_checkpointing_enable(every_n_layers=n)`` of Transformers.
     """
+    name = f"checkpoint-blocks{_format_level(level, depth)}{f' every {every}' if every > 1 else ''}"
+    return Method(name, partial(_prepare_blocks, level, depth, every))
 
-    def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        modules = find_checkpointed_blocks(model, level, depth)[::every]
-        return partial(_run_checkpointed, TrainingStep(model, loss_fn), modules)
 
-    return Method(f"checkpoint-blocks{_format_level(level, depth)}{f' every {every}' if every > 1 else ''}", prepare)
+def _prepare_blocks(level: int, depth: int, every: int, model: nn.Module, loss_fn: LossFn | None) -> Step:
+    modules = find_checkpointed_blocks(model, level, depth)[::every]
+    return partial(_run_checkpointed, TrainingStep(model, loss_fn), modules)
 
 
 def _run_checkpointed(step: Step, modules: Sequence[nn.Module], /, *args: object, **kwargs: object) -> Any:
@@ -127,11 +129,11 @@ def build_sac(rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0,
     """
     saves = save_list or LISTS[rule]
     name = f"{rule}{f' {saves.name}' if save_list else ''}{_format_level(level, depth)}"
+    return Method(name, partial(_prepare_sac, level, depth, saves, name))
 
-    def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        return partial(_run_selectively, TrainingStep(model, loss_fn), find_checkpointed_blocks(model, level, depth), saves, name)
 
-    return Method(name, prepare)
+def _prepare_sac(level: int, depth: int, saves: SaveList, name: str, model: nn.Module, loss_fn: LossFn | None) -> Step:
+    return partial(_run_selectively, TrainingStep(model, loss_fn), find_checkpointed_blocks(model, level, depth), saves, name)
 
 
 def _run_selectively(
@@ -162,12 +164,12 @@ def _compute_effect(save_list: SaveList, targets: Sequence[str]) -> tuple[bool, 
 
 def build_torch_compile(mode: str | None = None) -> Method:
     """Return ``torch.compile`` with Inductor at one of its modes; its random numbers differ from eager PyTorch's."""
+    return Method("torch.compile" if mode is None else f"torch.compile {mode}", partial(_compile_step, {"mode": mode}))
 
-    def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        compiled: Step = torch.compile(copy_code(TrainingStep(model, loss_fn)), mode=mode, fullgraph=True, dynamic=False)
-        return compiled
 
-    return Method("torch.compile" if mode is None else f"torch.compile {mode}", prepare)
+def _compile_step(options: Mapping[str, Any], model: nn.Module, loss_fn: LossFn | None) -> Step:
+    step: Step = torch.compile(copy_code(TrainingStep(model, loss_fn)), fullgraph=True, dynamic=False, **options)
+    return step
 
 
 def build_memory_budget(fraction: float, backend: str = "aot_eager", *, eager_random: bool = True) -> Method:
@@ -181,12 +183,11 @@ def build_memory_budget(fraction: float, backend: str = "aot_eager", *, eager_ra
         backend: ``aot_eager``, or ``inductor``, which needs a C++ compiler for the CPU.
         eager_random: True to draw eager PyTorch's random numbers, also with Inductor, so that gradients are comparable.
     """
+    return Method(f"memory-budget {fraction:.2f} {backend}", partial(_prepare_budget, fraction, backend, eager_random))
 
-    def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        compiled = torch.compile(copy_code(TrainingStep(model, loss_fn)), backend=backend, fullgraph=True, dynamic=False)
-        return partial(_run_within, compiled, fraction, eager_random)
 
-    return Method(f"memory-budget {fraction:.2f} {backend}", prepare)
+def _prepare_budget(fraction: float, backend: str, eager_random: object, model: nn.Module, loss_fn: LossFn | None) -> Step:
+    return partial(_run_within, _compile_step({"backend": backend}, model, loss_fn), fraction, eager_random)
 
 
 def _run_within(step: Step, fraction: float, eager_random: object, /, *args: object, **kwargs: object) -> Any:
@@ -200,14 +201,14 @@ def build_auto_sac() -> Method:
     The module decides how much each block discards, and its user must implement that. It needs op times (``RuntimeEstimator``)
     from CUDA events or from a roofline of a CUDA device, fitted with pwlf, which is no dependency of PyTorch (torch 2.13).
     """
+    return Method("auto-sac", _refuse_auto_sac)
 
-    def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        raise ModelError(
-            "Auto-SAC is not available: torch.distributed._tools.sac_ilp estimates times of ops on CUDA devices only, "
-            "needs the package pwlf, and cannot run what it chooses; use sac or memory-budget"
-        )
 
-    return Method("auto-sac", prepare)
+def _refuse_auto_sac(_: nn.Module, __: LossFn | None) -> NoReturn:
+    raise ModelError(
+        "Auto-SAC is not available: torch.distributed._tools.sac_ilp estimates times of ops on CUDA devices only, "
+        "needs the package pwlf, and cannot run what it chooses; use sac or memory-budget"
+    )
 
 
 def find_checkpointed_blocks(model: nn.Module, level: int = 1, depth: int = 0) -> list[nn.Module]:
@@ -249,19 +250,21 @@ def save_contexts(saves: SaveList, saved: set[str]) -> Contexts:
     """Return the contexts of SAC for one region; targets whose outputs are saved are added to `saved`."""
     # Torch 2.11 calls the policy again during recomputation.
     counts = {(half, again): count() for half in saves.halved for again in (False, True)}
-
-    def choose_policy(context: SelectiveCheckpointContext, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        target = str(op)
-        if not saves.has(target):
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        half = next((half for half in saves.halved if extract_base_name(target) in half), None)
-        if half is not None and next(counts[half, context.is_recompute]) % 2:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        saved.add(target)
-        return CheckpointPolicy.MUST_SAVE
-
-    contexts: Contexts = create_selective_checkpoint_contexts(choose_policy)
+    contexts: Contexts = create_selective_checkpoint_contexts(partial(_choose_policy, saves, saved, counts))
     return contexts
+
+
+def _choose_policy(
+    saves: SaveList, saved: set[str], counts: Counts, context: SelectiveCheckpointContext, op: object, *_: object, **__: object
+) -> CheckpointPolicy:
+    target = str(op)
+    if not saves.has(target):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    half = next((half for half in saves.halved if extract_base_name(target) in half), None)
+    if half is not None and next(counts[half, context.is_recompute]) % 2:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    saved.add(target)
+    return CheckpointPolicy.MUST_SAVE
 
 
 def copy_code(step: TrainingStep) -> Callable[..., Any]:

@@ -63,15 +63,15 @@ def find_best_measured(rows: Iterable[ComparisonRow], budget_bytes: int) -> Comp
 
 def find_undominated(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return measured steps that no correct step of the same kind dominates in time and peak."""
-
-    def is_beaten(row: ComparisonRow, other: ComparisonRow) -> bool:
-        if other.exactness == "wrong" or get_kind(other) != get_kind(row):
-            return False
-        mine, theirs = _get_measures(row), _get_measures(other)
-        return all(a >= b for a, b in zip(mine, theirs, strict=True)) and (mine != theirs or rows.index(other) < rows.index(row))
-
     ran = [row for row in rows if row.measured_ratio is not None and row.measured_peak_bytes is not None]
-    return [row for row in ran if not any(is_beaten(row, other) for other in ran if other is not row)]
+    return [row for row in ran if not any(_is_beaten(rows, row, other) for other in ran if other is not row)]
+
+
+def _is_beaten(rows: Sequence[ComparisonRow], row: ComparisonRow, other: ComparisonRow) -> bool:
+    if other.exactness == "wrong" or get_kind(other) != get_kind(row):
+        return False
+    mine, theirs = _get_measures(row), _get_measures(other)
+    return all(a >= b for a, b in zip(mine, theirs, strict=True)) and (mine != theirs or rows.index(other) < rows.index(row))
 
 
 def _get_measures(row: ComparisonRow) -> tuple[float, float]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from graphs.errors import PlannerError
@@ -39,12 +40,9 @@ def start_on_cluster(job: Job[Task, Done], address: str) -> Iterator[Workers[Tas
         client.wait_for_workers(1, timeout=_CONNECT_S)
         executor = client.get_executor(pure=False)
         there = client.scatter(job, broadcast=True, hash=False)
-
-        def submit(task: Task) -> Future[Done]:
-            future: Future[Done] = executor.submit(_run, there, task, stop.name)
-            return future
-
-        yield Workers(submit, sum(client.nthreads().values()), stop.set, _WorkerWatch(client.nthreads))
+        yield Workers(
+            partial(_submit, executor, there, stop.name), sum(client.nthreads().values()), stop.set, _WorkerWatch(client.nthreads)
+        )
     except (OSError, CancelledError, distributed.CancelledError, distributed.KilledWorker) as error:
         raise PlannerError(
             f"the cluster at {address} has no workers, or lost what they had to do ({type(error).__name__}), perhaps because "
@@ -56,6 +54,11 @@ def start_on_cluster(job: Job[Task, Done], address: str) -> Iterator[Workers[Tas
         ) from None
     finally:
         _end(client, stop)
+
+
+def _submit(executor: Any, job: Any, stop: str, task: Task) -> Future[Done]:
+    future: Future[Done] = executor.submit(_run, job, task, stop)
+    return future
 
 
 def _end(client: Any, stop: Any) -> None:

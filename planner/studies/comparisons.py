@@ -108,11 +108,13 @@ def build_simulated_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]
 
 def build_reserved_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]]:
     """Return the table of reserved memory by budget and method, as multiples of the budget; the least is in bold."""
+    return _build_rows_by_budget(
+        rows, lambda row: "" if (found := _share_reserved(row)) is None else f"{found:.2f}", _share_reserved, 2
+    )
 
-    def share(row: ComparisonRow) -> float | None:
-        return row.reserved_bytes / row.budget_bytes if row.reserved_bytes is not None and row.budget_bytes else None
 
-    return _build_rows_by_budget(rows, lambda row: "" if (found := share(row)) is None else f"{found:.2f}", share, 2)
+def _share_reserved(row: ComparisonRow) -> float | None:
+    return row.reserved_bytes / row.budget_bytes if row.reserved_bytes is not None and row.budget_bytes else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from graphs.errors import GraphError, InfeasibleError, LimitError
@@ -112,19 +113,10 @@ class _SizeSearch:
     def answer(self, method: SizedMethod, beyond: int) -> LargestSize:
         """Return the largest size of one method; `beyond` units are known to fit."""
         decided: dict[int, _Decision] = {}
-
-        def fits(units: int) -> bool:
-            self.check()
-            decided[units] = self.decide(
-                method, self.build_graph(units), self.describe_work(method, units), self.wanted.time_limit_s
-            )
-            if decided[units].fits:
-                self.keep(units, decided[units].result)
-            return bool(decided[units].fits)
-
         complete, unit = True, self.wanted.unit
         try:
-            find_largest(fits, first=self.guess(method, beyond), limit=self.wanted.limit, low=beyond)
+            first = self.guess(method, beyond)
+            find_largest(partial(self.fits, method, decided), first=first, limit=self.wanted.limit, low=beyond)
         except _StoppedError:
             complete = False
         units = max((n for n, decision in decided.items() if decision.fits), default=beyond)
@@ -147,6 +139,15 @@ class _SizeSearch:
             ),
             keep_everything_time_s=self.build_graph(units).time_s,
         )
+
+    def fits(self, method: SizedMethod, decided: dict[int, _Decision], units: int) -> bool:
+        """Return True if `method` is sure to have a schedule at a size; the decision is added to those `decided`."""
+        self.check()
+        graph, activity = self.build_graph(units), self.describe_work(method, units)
+        decided[units] = self.decide(method, graph, activity, self.wanted.time_limit_s)
+        if decided[units].fits:
+            self.keep(units, decided[units].result)
+        return bool(decided[units].fits)
 
     def describe_work(self, method: SizedMethod, units: int) -> str:
         return f"{method.name}: {self.wanted.varies} {units * self.wanted.unit}"
@@ -198,13 +199,13 @@ class _SizeSearch:
         line, first = self.fit_line(), max(self.wanted.first, beyond + 1)
         if line is None:
             return first
+        return max(1, find_largest(partial(self.may_fit, method, line), first=first, limit=self.wanted.limit, low=beyond))
 
-        def fits(units: int) -> bool:
-            self.check()
-            activity, limit_s = f"guessing, {self.describe_work(method, units)}", min(_GUESS_S, self.wanted.time_limit_s)
-            return bool(self.decide(method, line.build_graph((units,)), activity, limit_s).fits)
-
-        return max(1, find_largest(fits, first=first, limit=self.wanted.limit, low=beyond))
+    def may_fit(self, method: SizedMethod, line: GraphFit, units: int) -> bool:
+        """Return True if `method` has a schedule of the extrapolated graph of a size, found in a short time."""
+        self.check()
+        activity, limit_s = f"guessing, {self.describe_work(method, units)}", min(_GUESS_S, self.wanted.time_limit_s)
+        return bool(self.decide(method, line.build_graph((units,)), activity, limit_s).fits)
 
     def fit_line(self) -> GraphFit | None:
         """Return the fit through sample sizes whose graphs have the same ops; None if they differ or cannot be captured."""

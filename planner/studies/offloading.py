@@ -60,11 +60,11 @@ def offload_checkpoints(channels: HostChannels, rule: SacRule | None = None) -> 
     The inputs of blocks go to the host. With a `rule` blocks are checkpointed selectively: what is saved in them goes to the host
     as well from torch 2.14 on (``respect_saved_tensors_hooks``); before, it bypasses hooks and stays on the device.
     """
+    return Method(f"save-on-cpu {rule or 'checkpoint-blocks'}", partial(_prepare_blocks, channels, rule))
 
-    def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        return partial(_run_blocks, TrainingStep(model, loss_fn), find_checkpointed_blocks(model), channels, rule)
 
-    return Method(f"save-on-cpu {rule or 'checkpoint-blocks'}", prepare)
+def _prepare_blocks(channels: HostChannels, rule: SacRule | None, model: nn.Module, loss_fn: LossFn | None) -> Step:
+    return partial(_run_blocks, TrainingStep(model, loss_fn), find_checkpointed_blocks(model), channels, rule)
 
 
 def _run_blocks(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -61,12 +62,12 @@ class Column:
 
 def share_column(title: str, part: str, whole: str, form: str | Callable[[Any], str], missing: str = "") -> Column:
     """Return the column of the attribute `part` divided by `whole`; `missing` if one of them is unknown, or `whole` is 0."""
+    return Column(title, partial(_divide, part, whole), form, missing)
 
-    def get_value(item: object) -> float | None:
-        of, by = getattr(item, part), getattr(item, whole)
-        return of / by if of is not None and by else None
 
-    return Column(title, get_value, form, missing)
+def _divide(part: str, whole: str, item: object) -> float | None:
+    of, by = getattr(item, part), getattr(item, whole)
+    return of / by if of is not None and by else None
 
 
 def get_format(name: str) -> Callable[[Any], str]:

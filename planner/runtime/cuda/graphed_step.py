@@ -11,6 +11,7 @@ twice, which the plan counts.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from planner.capture.replay import collect_static, collect_written_tensors
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
-from planner.runtime.code import Returned
+from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor
 from planner.runtime.transfers.cuda_channels import StreamChannel, capture_copies
 from planner.torch_private.core import backward_retains_graph, foreach_copy_, pytree
@@ -88,6 +89,11 @@ def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Bat
     executor.run_recorded(recording.forward, recording.backward)
 
 
+def _run_both(forward: Forward, backward: Backward, static: Sequence[Any]) -> None:
+    *_, alive = forward(static)
+    backward(static, alive)
+
+
 class RecordedPasses:
     """The recorded passes of a step."""
 
@@ -110,12 +116,9 @@ class RecordedPasses:
                 raise PlannerError("only copies on streams of CUDA can be recorded: leave out options=, or cuda_graph=True")
             host.let_stay()
             forward, backward = capture_copies(channels)(forward), capture_copies(channels)(backward)
-
-        def run_both() -> None:
-            *_, alive = forward(self._static)
-            backward(self._static, alive)
-
-        recorder.warm_up(run_both)  # allocates all its host memory, which cannot be page-locked in a capture
+        recorder.warm_up(
+            partial(_run_both, forward, backward, self._static)
+        )  # allocates all its host memory, which cannot be page-locked in a capture
         (loss, extras, alive), self._replay_forward = recorder.record(forward, self._static)
         self._returned: Sequence[torch.Tensor] = (loss, *extras)
         self._gradients, self._replay_backward = recorder.record(backward, self._static, alive)

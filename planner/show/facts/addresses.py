@@ -112,12 +112,8 @@ def _place_buffers(
     timeline: Timeline, buffers: Sequence[Buffer], addresses: Sequence[int], sizes: Sequence[int], *, moments: int = 1
 ) -> tuple[PlacedBuffer, ...]:
     names = {tensor.name for tensor in timeline.graph.tensors}
-
-    def name_tensor(buffer: Buffer) -> str:
-        name = buffer.id if buffer.id in names else buffer.id.rpartition("#")[0]
-        return name if name in names else ""
-
-    return tuple(
-        PlacedBuffer(name_tensor(buffer), buffer.lower // moments, -(-buffer.upper // moments), address, size)
-        for buffer, address, size in zip(buffers, addresses, sizes, strict=True)
-    )
+    found = []
+    for buffer, address, size in zip(buffers, addresses, sizes, strict=True):
+        name = next((name for name in (buffer.id, buffer.id.rpartition("#")[0]) if name in names), "")
+        found.append(PlacedBuffer(name, buffer.lower // moments, -(-buffer.upper // moments), address, size))
+    return tuple(found)

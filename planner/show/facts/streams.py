@@ -81,27 +81,27 @@ def list_waits(timeline: Timeline, stream: str) -> tuple[IdleTime, ...]:
 def _iterate_waits(timeline: Timeline, stream: str) -> Iterator[IdleTime]:
     graph, schedule = timeline.graph, timeline.plan.schedule
     ending: dict[float, list[Execution]] = {}  # executions on other streams, by end time
-
-    def find_awaited(end_s: float, tensors: set[int]) -> Execution:
-        """Return the execution that ends at `end_s` and uses `tensors`; the last if there are several."""
-        own = [execution for execution in ending[end_s] if tensors.intersection(execution.op.inputs + execution.op.outputs)]
-        return (own or ending[end_s])[-1]
-
     now_s, executions = 0.0, iter(timeline.executions)
     for step, (start_s, end_s) in zip(schedule.steps, find_passages(graph, schedule, timeline.clocks, stream), strict=True):
         if isinstance(step, Compute):
             execution = next(executions)
             op = execution.op
             if start_s > now_s:
-                yield IdleTime(now_s, start_s, find_awaited(start_s, {*op.inputs, *op.mutates}), op)
+                yield IdleTime(now_s, start_s, _find_awaited(ending[start_s], {*op.inputs, *op.mutates}), op)
             if op.stream != stream:
                 ending.setdefault(execution.end_s, []).append(execution)
         elif end_s > start_s:
-            yield IdleTime(start_s, end_s, find_awaited(end_s, {step.tensor}), graph.tensors[step.tensor])
+            yield IdleTime(start_s, end_s, _find_awaited(ending[end_s], {step.tensor}), graph.tensors[step.tensor])
         now_s = end_s
     last_s = max(timeline.clocks.clocks_s)
     if last_s > now_s:
-        yield IdleTime(now_s, last_s, find_awaited(last_s, set()), None)
+        yield IdleTime(now_s, last_s, ending[last_s][-1], None)
+
+
+def _find_awaited(ending: list[Execution], tensors: set[int]) -> Execution:
+    """Return the execution among those `ending` at one time that uses `tensors`; the last if there are several."""
+    own = [execution for execution in ending if tensors.intersection(execution.op.inputs + execution.op.outputs)]
+    return (own or ending)[-1]
 
 
 def list_offloads(timeline: Timeline) -> tuple[Offload, ...]:

@@ -243,19 +243,20 @@ def list_provenance(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
     Raises:
         MismatchError: the link to the host in it is impossible.
     """
+    return [(escape_text(name), escape_text(_format_provenance(provenance, name))) for name in provenance]
 
-    def format_value(name: str, value: object) -> str:
-        if name == MEASURED_LINK:
-            return str(get_measured_link(provenance))
-        if name == "optimizer" and isinstance(value, Mapping):
-            return str(value.get("name"))
-        if name == DEVICES_KEY:
-            return "; ".join(map(str, decode_devices(provenance)))
-        if name == LEFT_OUT and isinstance(value, list | tuple):
-            return f"{len(value)} optional ops that are neither faster nor smaller"
-        return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
-    return [(escape_text(name), escape_text(format_value(name, value))) for name, value in provenance.items()]
+def _format_provenance(provenance: Mapping[str, object], name: str) -> str:
+    value = provenance[name]
+    if name == MEASURED_LINK:
+        return str(get_measured_link(provenance))
+    if name == "optimizer" and isinstance(value, Mapping):
+        return str(value.get("name"))
+    if name == DEVICES_KEY:
+        return "; ".join(map(str, decode_devices(provenance)))
+    if name == LEFT_OUT and isinstance(value, list | tuple):
+        return f"{len(value)} optional ops that are neither faster nor smaller"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def format_name(name: str) -> str:

@@ -1,5 +1,7 @@
 """Memory over the step as a small drawing for notebooks: SVG without scripts, in colours that suit light and dark."""
 
+from functools import partial
+
 from graphs.units import format_bytes, format_seconds
 from planner.show.facts.columns import compute_memory_columns
 from planner.show.facts.timeline import Timeline
@@ -15,10 +17,7 @@ def draw_sketch(timeline: Timeline) -> str:
     peak_bytes = max(timeline.peak.memory_bytes, 1)
     near = plan.budget_bytes <= 2 * peak_bytes
     top = _HEADROOM * (plan.budget_bytes if near else peak_bytes)
-
-    def compute_y(size_bytes: float) -> float:
-        return round(_HEIGHT * (1 - size_bytes / top), 1)
-
+    compute_y = partial(_compute_y, top)
     step = _WIDTH / _COLUMNS
     columns = compute_memory_columns(timeline, timeline.graph.pools[0], _COLUMNS)
     points = "".join(f"V{compute_y(size_bytes)}H{_LEFT + (i + 1) * step:.1f}" for i, size_bytes in enumerate(columns))
@@ -42,6 +41,10 @@ def draw_sketch(timeline: Timeline) -> str:
         f'<svg viewBox="0 0 {right + 4} {_HEIGHT + _BOTTOM}" role="img" aria-label="{said}" '
         f'style="display:block;width:100%;max-width:{right + 4}px">{"".join(marks)}</svg>'
     )
+
+
+def _compute_y(top: float, size_bytes: float) -> float:
+    return round(_HEIGHT * (1 - size_bytes / top), 1)
 
 
 def _draw_label(x: float, y: float, text: str, anchor: str) -> str:

@@ -6,6 +6,7 @@ differs is found by digests of all values, so that the warning names the cause a
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from statistics import median
 from typing import Any
@@ -177,14 +178,9 @@ def _find_first_differing_op(captured: Capture, step: TrainingStep, batch: Batch
     with preserve_training_state(step, batch, written=written), UndoWrites(), _Results() as results:
         Isolated(step, step, batch).run()
     made: dict[int, tuple[bytes, ...]] = {}
-
-    def see(op: int, values: tuple[torch.Tensor | None, ...]) -> None:
-        made[op] = tuple(_compute_digest(value) for value in values if value is not None)
-
-    real = RealStep(captured, step, batch)
+    graph, real = captured.graph, RealStep(captured, step, batch)
     with real.preserve_state():
-        real.run(lambda op: Call(see, (op.id, tuple(map(Ref, op.outputs)))))
-    graph = captured.graph
+        real.run({op.id: Call(partial(_note_digests, made), (op.id, tuple(map(Ref, op.outputs)))) for op in graph.ops})
     other = {op.id for op in graph.ops if op.outputs and op.id in made and not results.digests.intersection(made[op.id])}
     ends = {t for t in graph.kept if not other.isdisjoint(graph.tensors[t].producers)}
     ends |= {t for op in graph.ops if op.mutates for t in op.inputs}
@@ -201,6 +197,10 @@ def _find_first_differing_op(captured: Capture, step: TrainingStep, batch: Batch
     culprit = graph.ops[first]
     module = "" if culprit.module == "model" else culprit.module.removeprefix("model.")  # as in the user's code
     return DifferingOp(culprit.name, culprit.target, module)
+
+
+def _note_digests(made: dict[int, tuple[bytes, ...]], op: int, values: tuple[torch.Tensor | None, ...]) -> None:
+    made[op] = tuple(_compute_digest(value) for value in values if value is not None)
 
 
 class _Results(TorchDispatchMode):

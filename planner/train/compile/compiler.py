@@ -36,6 +36,7 @@ from planner.plans.record import NO_ARENA
 from planner.plans.search import StepSearch
 from planner.plans.summary import check_same_graph, summarize
 from planner.progress import Stage, Stages
+from planner.progress.stages import StageReport
 from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import install_if_compiled
 from planner.runtime.changed_inputs import keep_copies
@@ -53,7 +54,7 @@ from planner.torch_private.core import clear_cublas_workspaces
 from planner.train.compile.compare_eager import compare_with_eager, warn_of_differences
 from planner.train.compile.graph_room import GraphBudget, make_room_for_pool
 from planner.train.compile.improvement import Consultation, Improvement, PlanMaker, describe_over_budget, set_arena
-from planner.train.compile.step import Follow, PlannedStep
+from planner.train.compile.step import PlannedStep
 from planner.train.distributed.wrappers import Unwrapped
 
 if TYPE_CHECKING:
@@ -148,21 +149,24 @@ class Compiler:
         """Return `captured` with measured times, workspaces and sizes, and with the options that are found in it."""
         self.slab.drop()  # of a step of other sizes
         with self.stages.run_stage(Stage.MEASURE) as stage:
-            workload = Workload(self.wrapper.module, self.loss_fn, batch)
-
-            def measure() -> Capture:
-                with self.wrapper.sharding.enter_captured_state():
-                    return profile_capture(captured, workload, self.settings, on_op=stage.advance)
-
-            def adopt(graph: Graph) -> Capture:
-                restored = restore_recorded(captured, graph.provenance, self.settings.traced_options)
-                check_same_graph(summarize(graph), summarize(restored.graph))
-                return replace(restored, graph=graph)
-
-            measured = self.wrapper.together.run_first(measure, share=lambda found: found.graph, adopt=adopt)
+            measured = self.wrapper.together.run_first(
+                partial(self._measure, captured, Workload(self.wrapper.module, self.loss_fn, batch), stage),
+                share=lambda found: found.graph,
+                adopt=partial(self._adopt_graph, captured),
+            )
         if self.recorder is not None:
             measured = remove_host_times(measured)
         return self.wrapper.add_units(measured, self.settings)
+
+    def _measure(self, captured: Capture, workload: Workload, stage: StageReport) -> Capture:
+        with self.wrapper.sharding.enter_captured_state():
+            return profile_capture(captured, workload, self.settings, on_op=stage.advance)
+
+    def _adopt_graph(self, captured: Capture, graph: Graph) -> Capture:
+        """Return `captured` with the profiled `graph` of another process."""
+        restored = restore_recorded(captured, graph.provenance, self.settings.traced_options)
+        check_same_graph(summarize(graph), summarize(restored.graph))
+        return replace(restored, graph=graph)
 
     def solve(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
         """Return the step of a profiled capture, solved until the measured peak is within the budget.
@@ -231,7 +235,7 @@ class Compiler:
             copying=self._build_copier(captured, plan.budget_bytes, measured=True),
             executor=executor,
             improving=self._start_improvement(captured, plan, executor, solved_bytes, finds=self.wrapper.together.is_first),
-        ).follow_with(self._build_follower())
+        ).follow_with(self._follow if self.follows else None)
 
     def _build_graph_budget(self, graph: Graph, budget: Budget) -> GraphBudget | None:
         """Return the budget of reserved memory for a step that is recorded; None for others, and for other budgets."""
@@ -287,16 +291,15 @@ class Compiler:
         """Return the function that measures resource uses on a batch again and replans; None if no resource is limited."""
         if not needs_measuring(captured) or type(self.wrapper) is not Unwrapped:
             return None
+        return partial(self._refresh, captured, budget)
 
-        def refresh(batch: Batch) -> PlannedStep:
-            real = RealStep(captured, TrainingStep(self.wrapper.module, self.loss_fn), batch)
-            graph = measure_uses(captured, real)
-            with self.stages.restart() as stages:
-                step = replace(self, stages=stages).solve(replace(captured, graph=graph), batch, budget)
-                stages.finish(plan_line(step.plan))
-            return step
-
-        return refresh
+    def _refresh(self, captured: Capture, budget: Budget, batch: Batch) -> PlannedStep:
+        real = RealStep(captured, TrainingStep(self.wrapper.module, self.loss_fn), batch)
+        graph = measure_uses(captured, real)
+        with self.stages.restart() as stages:
+            step = replace(self, stages=stages).solve(replace(captured, graph=graph), batch, budget)
+            stages.finish(plan_line(step.plan))
+        return step
 
     def _build_copier(
         self, captured: Capture, budget_bytes: int, *, measured: bool
@@ -308,36 +311,31 @@ class Compiler:
         """
         if not self.wrapper.ranks.is_alone:
             return None
+        return partial(self._replan_with_copies, captured, Bytes(budget_bytes), measured)
 
-        def replan_with_copies(batch: Batch, changed: Set[int]) -> PlannedStep:
-            with self.stages.restart() as stages:
-                compiler = replace(self.plan_at_once(), stages=stages)
-                plan = compiler.solve if measured else compiler.make
-                step = plan(keep_copies(captured, changed), batch, Bytes(budget_bytes))
-                stages.finish(plan_line(step.plan))
-            return step
+    def _replan_with_copies(
+        self, captured: Capture, budget: Budget, measured: object, batch: Batch, changed: Set[int]
+    ) -> PlannedStep:
+        with self.stages.restart() as stages:
+            compiler = replace(self.plan_at_once(), stages=stages)
+            plan = compiler.solve if measured else compiler.make
+            step = plan(keep_copies(captured, changed), batch, budget)
+            stages.finish(plan_line(step.plan))
+        return step
 
-        return replan_with_copies
-
-    def _build_follower(self) -> Follow | None:
-        """Return the function that makes a step for numbers that have changed; None if steps do not follow them."""
-        if not self.follows:
-            return None
-
-        def follow(what: str, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
-            began, name = time.perf_counter(), re.split(" (?:was|is) ", what)[0]
-            step = self._build_with_numbers(batch, steps)
-            if name not in self.named:
-                self.named.add(name)
-                again = "captured again: " if any(step.plan is other.plan for other in steps) else "planned again: "
-                cost = f"about {time.perf_counter() - began:.1g} s"
-                later = f"it is read in each step from now on, after {cost}"
-                if step._executor is None or name not in step._executor.free_numbers:
-                    later = f"each new value takes {cost}, a tensor in its place none"
-                warn_caller(f"{again}{what} (said once; {later})")
-            return step
-
-        return follow
+    def _follow(self, what: str, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
+        """Return a step for numbers that have changed: `what` says which."""
+        began, name = time.perf_counter(), re.split(" (?:was|is) ", what)[0]
+        step = self._build_with_numbers(batch, steps)
+        if name not in self.named:
+            self.named.add(name)
+            again = "captured again: " if any(step.plan is other.plan for other in steps) else "planned again: "
+            cost = f"about {time.perf_counter() - began:.1g} s"
+            later = f"it is read in each step from now on, after {cost}"
+            if step._executor is None or name not in step._executor.free_numbers:
+                later = f"each new value takes {cost}, a tensor in its place none"
+            warn_caller(f"{again}{what} (said once; {later})")
+        return step
 
     def _capture_with_inputs(self, batch: Batch, step: PlannedStep) -> Capture:
         """Return the step on `batch` with the numbers as inputs that have changed since `step`, and before."""
@@ -404,7 +402,7 @@ class Compiler:
         copying = self._build_copier(captured, plan.budget_bytes, measured=False)
         run = self.wrapper.wrap(executor)
         step = PlannedStep(plan, run, measured, copying=copying, executor=executor, improving=improving)
-        return step.follow_with(self._build_follower())
+        return step.follow_with(self._follow if self.follows else None)
 
     def _compare(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
         """Return `plan` with its comparison with eager PyTorch, if requested; return freed memory to the system."""

@@ -110,14 +110,14 @@ class BatchPlans:
         """Return the cache key of a plan: structure, dtypes, trained parameters, and sizes unless one plan serves all sizes."""
         leaves, spec = pytree.tree_flatten(batch)
         numbers = (int, float) if self.follow_numbers else ()
-
-        def get_kind(x: object) -> Hashable:
-            if isinstance(x, torch.Tensor):
-                return x.dtype, x.requires_grad, x.dim()
-            return str(type(x)) if type(x) in numbers else repr(x)
-
+        kinds: list[Hashable] = [
+            (x.dtype, x.requires_grad, x.dim())
+            if isinstance(x, torch.Tensor)
+            else (str(type(x)) if type(x) in numbers else repr(x))
+            for x in leaves
+        ]
         trained = tuple(p.requires_grad for p in self._parameters)
-        return (str(spec), *map(get_kind, leaves), trained), () if self._options.get("dynamic", False) else list_shapes(batch)
+        return (str(spec), *kinds, trained), () if self._options.get("dynamic", False) else list_shapes(batch)
 
     def _find_larger(self, key: Key) -> Key:
         """Return the key of a step that runs smaller batches of this kind itself; `key` if it has a step, or there is none."""

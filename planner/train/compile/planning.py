@@ -79,27 +79,22 @@ class Planning:
         budget = resolve_auto(budget, self.wrapper, batch)
         if isinstance(budget, Overhead):
             check_compatible(self.settings.features | {Feature.MAX_OVERHEAD})
-        compiler = self._build_compiler()
-        settings = compiler.settings
-
-        def plan_size(batch: Batch, budget: Budget, compiler: Compiler = compiler) -> PlannedStep:
-            with compiler.stages.restart() as stages:
-                return _plan(replace(compiler, stages=stages), batch, budget)
-
-        def make(batch: Batch, budget: Budget) -> PlannedStep:
-            first = plan_size(batch, budget)
-            others = replace(compiler, compare_eager=False) if settings.dynamic else compiler.plan_at_once()
-            size_plan = partial(plan_size, compiler=others)
-            sizes = SizePlans(size_plan, Bytes(first.plan.budget_bytes), self.wrapper, max_plans=settings.max_plans)
-            if settings.dynamic:
-                return DynamicStep(first, batch, sizes)
-            if not settings.replan and find_conflict(self._features | {Feature.VARYING_SIZES}) is None:
-                first.take_smaller(sizes)
-            if self.wrapper.mode is not None:
-                first.take_modes(sizes)
-            return first
-
+        make, settings = partial(self._make, self._build_compiler()), self.settings
         return ReplannedStep(make, batch, budget, max_plans=settings.max_plans) if settings.replan else make(batch, budget)
+
+    def _make(self, compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
+        """Return the planned step, which plans for other sizes and modes itself, as far as the settings allow."""
+        first, settings = _plan_size(compiler, batch, budget), self.settings
+        others = replace(compiler, compare_eager=False) if settings.dynamic else compiler.plan_at_once()
+        plan_size = partial(_plan_size, others)
+        sizes = SizePlans(plan_size, Bytes(first.plan.budget_bytes), self.wrapper, max_plans=settings.max_plans)
+        if settings.dynamic:
+            return DynamicStep(first, batch, sizes)
+        if not settings.replan and find_conflict(self._features | {Feature.VARYING_SIZES}) is None:
+            first.take_smaller(sizes)
+        if self.wrapper.mode is not None:
+            first.take_modes(sizes)
+        return first
 
     def _build_compiler(self) -> Compiler:
         make, settings = Compiler, self.settings
@@ -141,49 +136,46 @@ def check_trains() -> None:
     check_no_block("planner.compile is called")
 
 
-def _plan(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
+def _plan_size(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
     """Return the step for batches like `batch`, from the cache if possible."""
     wrapper, cache = compiler.wrapper, compiler.settings.cache
-    plans = wrapper.ranks.run_each(lambda: None if cache is None else PlanCache(cache))
-    with wrapper.open():
-        captured = wrapper.ranks.run_each(lambda: compiler.capture(batch))
-        compiler = compiler.choose_arena(captured.graph, budget)
-        made_with = compiler.settings.made_with
+    with compiler.stages.restart() as stages:
+        compiler = replace(compiler, stages=stages)
+        plans = wrapper.ranks.run_each(lambda: None if cache is None else PlanCache(cache))
+        with wrapper.open():
+            captured = wrapper.ranks.run_each(lambda: compiler.capture(batch))
+            compiler = compiler.choose_arena(captured.graph, budget)
+            find_or_make = partial(_find_or_make, compiler, plans, captured, batch, budget)
+            if not wrapper.together.is_alone:
+                return find_or_make()
+            return wrapper.ranks.run_first(
+                find_or_make,
+                share=lambda step: (step.plan, step.measured, step.improves),
+                adopt=lambda shared: compiler.reuse(
+                    compiler.adapt_capture(shared[0], captured, batch), batch, *shared[:2], improves=shared[2]
+                ),
+            )
 
-        def make() -> PlannedStep:
-            return compiler.make(captured, batch, budget)
 
-        def find_or_make() -> PlannedStep:
-            step = find()
-            compiler.stages.finish(plan_line(step.plan))
-            return step
-
-        def find() -> PlannedStep:
-            if plans is None:
-                return make()
-            path = plans.get_path({"budget": repr(budget), **_collect_dependencies(captured, wrapper), **made_with})
-            kept = wrapper.together.share(lambda: plans.load(path, budget))
-            if kept is not None:
-                try:
-                    planned = compiler.adapt_capture(kept, captured, batch)
-                    check_sizes(planned.graph, kept)
-                    return compiler.reuse(planned, batch, kept, None)
-                except PlannerError as error:
-                    warn_unusable(path, error)
-            step = make()
-            if wrapper.together.is_first:
-                step.keep_with(lambda plan: plans.store(plan, path))
-            return step
-
-        if not wrapper.together.is_alone:
-            return find_or_make()
-        return wrapper.ranks.run_first(
-            find_or_make,
-            share=lambda step: (step.plan, step.measured, step.improves),
-            adopt=lambda shared: compiler.reuse(
-                compiler.adapt_capture(shared[0], captured, batch), batch, *shared[:2], improves=shared[2]
-            ),
-        )
+def _find_or_make(compiler: Compiler, plans: PlanCache | None, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
+    wrapper, step = compiler.wrapper, None
+    if plans is not None:
+        dependencies = _collect_dependencies(captured, wrapper)
+        path = plans.get_path({"budget": repr(budget), **dependencies, **compiler.settings.made_with})
+        kept = wrapper.together.share(lambda: plans.load(path, budget))
+        if kept is not None:
+            try:
+                planned = compiler.adapt_capture(kept, captured, batch)
+                check_sizes(planned.graph, kept)
+                step = compiler.reuse(planned, batch, kept, None)
+            except PlannerError as error:
+                warn_unusable(path, error)
+    if step is None:
+        step = compiler.make(captured, batch, budget)
+        if plans is not None and wrapper.together.is_first:
+            step.keep_with(lambda plan: plans.store(plan, path))
+    compiler.stages.finish(plan_line(step.plan))
+    return step
 
 
 def _collect_dependencies(captured: Capture, wrapper: Unwrapped) -> dict[str, object]:

@@ -149,7 +149,7 @@ from planner.torch_private.patches import wrap_for_good
 T = TypeVar("T")
 
 # The function that captures setattr(): torch 2.13 has a class for it, earlier releases a method.
-SETATTR = (
+SETATTR: tuple[Any, str] = (
     (_builtin.SetAttrBuiltinVariable, "_call_setattr")
     if hasattr(_builtin, "SetAttrBuiltinVariable")
     else (_builtin.BuiltinVariable, "call_setattr")

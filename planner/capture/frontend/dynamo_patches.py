@@ -5,9 +5,10 @@ step. Later reads of the old data, and later writes to `value`, were then wrong 
 the graph now.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -44,6 +45,7 @@ from planner.torch_private.capture import (
     read_names_of_torch,
 )
 from planner.torch_private.core import FunctionalTensor
+from planner.torch_private.patches import wrap
 
 read_names_of_torch()
 read_arguments_of_gradients()
@@ -64,48 +66,50 @@ def allow_requires_grad_writes() -> Iterator[None]:
     Raises:
         TraceError: a tensor of the batch is told to require a gradient. Eager PyTorch gives it one, at every step.
     """
-    owner_of, method = SETATTR
-    set_attribute = getattr(owner_of, method)
-    holder, name_of = find_tensor_method("requires_grad_")
-    write = getattr(holder, name_of)
-
-    def is_made(owner: Any) -> bool:
-        return bool(owner.is_tensor() and owner.as_proxy().node.op not in ("placeholder", "get_attr"))
-
-    def refuse_input(owner: Any) -> None:
-        if owner.source is not None and get_source_name(owner.source).startswith(("L['args']", "L['kwargs']")):
-            raise TraceError(
-                f"{format_location(find_current_line())} changes requires_grad of a tensor of the batch, which a plan takes as "
-                "it is given: write x = x.detach().requires_grad_() instead, which is a tensor of the step's own, or call "
-                "requires_grad_() on the batch before the step, which then gives it a gradient"
-            )
-
-    def set_or_write(function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
-        if _is_attribute(owner, name, "requires_grad") and value.is_python_constant():
-            if owner.as_proxy().node.meta["example_value"].requires_grad is value.as_python_constant():
-                return value
-            if is_made(owner):
-                owner.call_method(translator, "requires_grad_", [value], {})
-                return value
-            refuse_input(owner)
-        return set_attribute(function, translator, owner, name, value)
-
-    def write_or_leave(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        return owner if is_made(owner) else write_or_refuse(owner, *args, **kwargs)
-
-    def write_or_refuse(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return write(owner, *args, **kwargs)
-        except TorchDynamoException:
-            refuse_input(owner)
-            raise
-
     with ExitStack() as stack:
-        stack.enter_context(patch.object(owner_of, method, set_or_write))
+        stack.enter_context(wrap(*SETATTR, _set_requires_grad))
         if FOLLOWS_REQUIRES_GRAD:
             stack.enter_context(patch.object(OutputGraph, FOLLOWS_REQUIRES_GRAD, lambda *_: None))
-        stack.enter_context(patch.object(holder, name_of, write_or_refuse if FOLLOWS_REQUIRES_GRAD else write_or_leave))
+        write = _write_or_refuse if FOLLOWS_REQUIRES_GRAD else _write_or_leave
+        stack.enter_context(wrap(*find_tensor_method("requires_grad_"), write))
         yield
+
+
+def _set_requires_grad(set_attribute: Any, function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
+    if _is_attribute(owner, name, "requires_grad") and value.is_python_constant():
+        if owner.as_proxy().node.meta["example_value"].requires_grad is value.as_python_constant():
+            return value
+        if _is_made(owner):
+            owner.call_method(translator, "requires_grad_", [value], {})
+            return value
+        _refuse_input(owner)
+    return set_attribute(function, translator, owner, name, value)
+
+
+def _write_or_leave(write: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    return owner if _is_made(owner) else _write_or_refuse(write, owner, *args, **kwargs)
+
+
+def _write_or_refuse(write: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return write(owner, *args, **kwargs)
+    except TorchDynamoException:
+        _refuse_input(owner)
+        raise
+
+
+def _is_made(owner: Any) -> bool:
+    """Return True if the step computes the tensor `owner`."""
+    return bool(owner.is_tensor() and owner.as_proxy().node.op not in ("placeholder", "get_attr"))
+
+
+def _refuse_input(owner: Any) -> None:
+    if owner.source is not None and get_source_name(owner.source).startswith(("L['args']", "L['kwargs']")):
+        raise TraceError(
+            f"{format_location(find_current_line())} changes requires_grad of a tensor of the batch, which a plan takes as "
+            "it is given: write x = x.detach().requires_grad_() instead, which is a tensor of the step's own, or call "
+            "requires_grad_() on the batch before the step, which then gives it a gradient"
+        )
 
 
 def _is_attribute(owner: Any, name: Any, asked: str) -> bool:
@@ -118,10 +122,12 @@ class _DataWrites:
     """Writes to the data of inputs, by the capture they are in.
 
     Attributes:
+        wanted: tells whether a frame is captured for the planner.
         pending: by input its proxy and its data, which are written as the graph ends.
         at_once: copies to parameters that are trained, with the memory of both sides.
     """
 
+    wanted: Callable[[InstructionTranslatorBase], bool]
     pending: "WeakKeyDictionary[TracingContext, dict[Any, tuple[Any, Any]]]" = field(default_factory=WeakKeyDictionary)
     at_once: "WeakKeyDictionary[TracingContext, list[tuple[fx.Node, set[int]]]]" = field(default_factory=WeakKeyDictionary)
 
@@ -147,6 +153,30 @@ class _DataWrites:
         owner.proxy = detached.as_proxy()
         return True
 
+    def set_or_write(self, set_attribute: Any, function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
+        """Assign an attribute, or write the data."""
+        if _is_attribute(owner, name, "data") and self._write(translator, owner, value):
+            return value
+        return set_attribute(function, translator, owner, name, value)
+
+    def set_storage_or_write(self, attribute: Any, set_storage: Any, owner: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``set_``, or write the data; `attribute` finds the method itself."""
+        if owner.source is None or not self.wanted(tx):
+            return set_storage(owner, tx, *args, **kwargs)
+        if len(args) == 1 and not kwargs and self._write(tx, owner, args[0]):
+            return owner
+        return attribute(owner, tx, "set_").call_function(tx, list(args), kwargs)
+
+    def find_attribute_or_method(self, attribute: Any, owner: Any, translator: Any, name: str) -> Any:
+        """Return the variable of an attribute; of ``set_``, one that calls the method above."""
+        if name == "set_" and owner.source is not None and self.wanted(translator):
+            return GetAttrVariable(owner, name)
+        return attribute(owner, translator, name)
+
+    def _write(self, translator: Any, owner: Any, value: Any) -> bool:
+        is_input = owner.source is not None and value.is_tensor() and self.wanted(translator)
+        return is_input and self.add(translator, owner, value)
+
     def end(self, translator: Any, output: Any) -> None:
         """Write what is pending, as the graph ends.
 
@@ -164,14 +194,13 @@ class _DataWrites:
 
 def call_at_end(*functions: EndOfCapture) -> AbstractContextManager[object]:
     """Return the patch with which Dynamo calls `functions`, in this order, where it has followed a frame to its end."""
-    compile_graph = OutputGraph.compile_subgraph
+    return wrap(OutputGraph, "compile_subgraph", partial(_end_and_compile, functions))
 
-    def end_and_compile(output: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-        for end in functions:
-            end(translator, output)
-        return compile_graph(output, translator, *args, **kwargs)
 
-    return patch.object(OutputGraph, "compile_subgraph", end_and_compile)
+def _end_and_compile(functions: Iterable[EndOfCapture], compile_graph: Any, output: Any, tx: Any, *args: Any, **more: Any) -> Any:
+    for end in functions:
+        end(tx, output)
+    return compile_graph(output, tx, *args, **more)
 
 
 def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool], stack: ExitStack) -> EndOfCapture:
@@ -188,36 +217,10 @@ def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool
         What is to be called at the end: it writes. It raises a TraceError if the step goes on with another name of the memory of
         such a parameter.
     """
-    owner_of, method = SETATTR
-    set_attribute = getattr(owner_of, method)
-    holder, name_of = find_tensor_method("set_")
-    set_storage, attribute = getattr(holder, name_of), getattr(TensorVariable, GETATTR)
-    writes = _DataWrites()
-
-    def write(translator: Any, owner: Any, value: Any) -> bool:
-        is_input = owner.source is not None and value.is_tensor() and wanted(translator)
-        return is_input and writes.add(translator, owner, value)
-
-    def set_or_write(function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
-        if _is_attribute(owner, name, "data") and write(translator, owner, value):
-            return value
-        return set_attribute(function, translator, owner, name, value)
-
-    def set_storage_or_write(owner: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-        if owner.source is None or not wanted(translator):
-            return set_storage(owner, translator, *args, **kwargs)
-        if len(args) == 1 and not kwargs and write(translator, owner, args[0]):
-            return owner
-        return attribute(owner, translator, "set_").call_function(translator, list(args), kwargs)
-
-    def find_attribute_or_method(owner: Any, translator: Any, name: str) -> Any:
-        if name == "set_" and owner.source is not None and wanted(translator):
-            return GetAttrVariable(owner, name)
-        return attribute(owner, translator, name)
-
-    stack.enter_context(patch.object(owner_of, method, set_or_write))
-    stack.enter_context(patch.object(holder, name_of, set_storage_or_write))
-    stack.enter_context(patch.object(TensorVariable, GETATTR, find_attribute_or_method))
+    writes, attribute = _DataWrites(wanted), getattr(TensorVariable, GETATTR)
+    stack.enter_context(wrap(*SETATTR, writes.set_or_write))
+    stack.enter_context(wrap(*find_tensor_method("set_"), partial(writes.set_storage_or_write, attribute)))
+    stack.enter_context(wrap(TensorVariable, GETATTR, writes.find_attribute_or_method))
     return writes.end
 
 
@@ -276,21 +279,19 @@ def keep_attributes(module: nn.Module) -> Iterator[None]:
     The captured code reads tensors from them, such as ``weight.quant_state.absmax`` of a quantized weight. A custom Function
     takes only tensors that are known in the graph, which their views are.
     """
-    flatten = DynamoBytecodeFlatten.__call__
     attributes = {name: vars(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers()) if vars(tensor)}
-
-    def make_functional(constant: torch.Tensor) -> torch.Tensor:
-        return FunctionalTensor.to_functional(constant.detach())
-
-    def copy_attributes(self: DynamoBytecodeFlatten, *inputs: object) -> object:
-        for name, held in attributes.items():
-            path, _, last = name.rpartition(".")
-            tensor = getattr(module.get_submodule(path), last)
-            vars(tensor).update({key: value for key, value in held.items() if key not in vars(tensor)})
-        return tuple(make_functional(value) if type(value) is torch.Tensor else value for value in flatten(self, *inputs))
-
-    with patch.object(DynamoBytecodeFlatten, "__call__", copy_attributes) if attributes else nullcontext():
+    copy = partial(_copy_attributes, module, attributes)
+    with wrap(DynamoBytecodeFlatten, "__call__", copy) if attributes else nullcontext():
         yield
+
+
+def _copy_attributes(module: nn.Module, attributes: Mapping[str, Mapping[str, Any]], flatten: Any, *given: object) -> object:
+    for name, held in attributes.items():
+        path, _, last = name.rpartition(".")
+        tensor = getattr(module.get_submodule(path), last)
+        vars(tensor).update({key: value for key, value in held.items() if key not in vars(tensor)})
+    to_functional = FunctionalTensor.to_functional
+    return tuple(to_functional(value.detach()) if type(value) is torch.Tensor else value for value in flatten(*given))
 
 
 @contextmanager
@@ -303,40 +304,40 @@ def read_optimizers() -> Iterator[None]:
 @contextmanager
 def read_generic_aliases() -> Iterator[None]:
     """Read ``list[int]`` and the like where types are values, as in ``typing.cast(list[int], x)``; torch 2.13 does not."""
-
-    def get_item(variable: Any, translator: Any, key: Any) -> Any:
-        kind: Any = variable.as_python_constant() if variable.is_python_constant() else None
-        is_type = isinstance(kind, type)
-        if not is_type:
-            return refuse(variable, translator, key)
-        return VariableTracker.build(translator, kind[getattr(key, "value", None) or key.as_python_constant()])
-
-    refuse: Any = getattr(VariableTracker, "mp_subscript_impl", None)
-    with nullcontext() if refuse is None else patch.object(VariableTracker, "mp_subscript_impl", get_item):
+    name = "mp_subscript_impl"
+    with wrap(VariableTracker, name, _get_item) if hasattr(VariableTracker, name) else nullcontext():
         yield
+
+
+def _get_item(refuse: Any, variable: Any, translator: Any, key: Any) -> Any:
+    kind: Any = variable.as_python_constant() if variable.is_python_constant() else None
+    is_type = isinstance(kind, type)
+    if not is_type:
+        return refuse(variable, translator, key)
+    return VariableTracker.build(translator, kind[getattr(key, "value", None) or key.as_python_constant()])
 
 
 @contextmanager
 def read_numpy_floats() -> Iterator[None]:
     """Read an ``np.float64``, which is a Python float, as that: Dynamo makes an array of it, and its ops round differently."""
-
-    def wrap(builder: Any, value: np.float64) -> Any:
-        return builder.wrap_literal(float(value))
-
     wraps = VariableBuilder._type_dispatch()  # by types; Dynamo caches it
-    with patch.object(VariableBuilder, "_type_dispatch", lambda *_: {**wraps, np.float64: wrap}):
+    with patch.object(VariableBuilder, "_type_dispatch", lambda *_: {**wraps, np.float64: _wrap_float}):
         yield
+
+
+def _wrap_float(builder: Any, value: np.float64) -> Any:
+    return builder.wrap_literal(float(value))
 
 
 @contextmanager
 def ignore_cudnn_flags(device: torch.device) -> Iterator[None]:
     """Leave out ``with torch.backends.cudnn.flags(...)`` on the CPU, where it has no effect."""
-
-    def ignore_flags(*_: object, **__: object) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    with patch.object(torch.backends.cudnn, "flags", ignore_flags) if device.type == "cpu" else nullcontext():
+    with patch.object(torch.backends.cudnn, "flags", _ignore_flags) if device.type == "cpu" else nullcontext():
         yield
+
+
+def _ignore_flags(*_: object, **__: object) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ attempts that fail, each of them a capture.
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -38,6 +39,7 @@ from planner.torch_private.core import (
     keep_random_ops_in_graphs,
     register_python_kernels,
 )
+from planner.torch_private.patches import bind_original, wrap
 
 aten = torch.ops.aten
 
@@ -118,19 +120,16 @@ def keep_dynamo_as_eager_where(wanted: Callable[[InstructionTranslatorBase], boo
 
     It must where a factor (``value`` of ``addcdiv`` and ``addcmul_``) is a tensor, which the op itself would read.
     """
-    handlers = TorchInGraphFunctionVariable._get_handlers()
+    handlers, keep_whole = TorchInGraphFunctionVariable._get_handlers(), partial(_keep_whole, wanted)
     stack.callback(handlers.__setitem__, torch.addcdiv, handlers[torch.addcdiv])
-    handlers[torch.addcdiv] = _keep_whole_where(wanted, handlers[torch.addcdiv])
+    handlers[torch.addcdiv] = bind_original(handlers[torch.addcdiv], keep_whole)
     for holder, name in map(find_tensor_method, ("addcmul_", "addcdiv_")):
-        stack.enter_context(patch.object(holder, name, _keep_whole_where(wanted, getattr(holder, name))))
+        stack.enter_context(wrap(holder, name, keep_whole))
 
 
-def _keep_whole_where(wanted: Callable[[InstructionTranslatorBase], bool], decompose: Callable[..., Any]) -> Callable[..., Any]:
-    def handle(self: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Any:
-        must = "value" in kwargs and not kwargs["value"].is_python_constant()
-        return decompose(self, tx, *args, **kwargs) if must or not wanted(tx) else None
-
-    return handle
+def _keep_whole(wanted: Callable[[Any], bool], decompose: Any, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    must = "value" in kwargs and not kwargs["value"].is_python_constant()
+    return decompose(variable, tx, *args, **kwargs) if must or not wanted(tx) else None
 
 
 @contextmanager
@@ -147,21 +146,18 @@ def hide_compiling(informed: Collection[str] = ()) -> Iterator[list[str]]:
         The modules that have asked so far and got no, with their questions.
     """
     asked: list[str] = []
-    handlers = TorchInGraphFunctionVariable._get_handlers()
-
-    def answer(true: Callable[..., Any]) -> Callable[..., Any]:
-        def handle(self: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Any:
-            module = _find_asking_module(tx)
-            question = f"{module}: {self.value.__name__}"
-            if question in informed or _get_package(module) in _INFORMED:
-                return true(self, tx, *args, **kwargs)
-            asked.append(question)
-            return VariableTracker.build(tx, False)
-
-        return handle
-
-    with patch.dict(handlers, {question: answer(handlers[question]) for question in _QUESTIONS}):
+    handlers, answer = TorchInGraphFunctionVariable._get_handlers(), partial(_answer, informed, asked)
+    with patch.dict(handlers, {question: bind_original(handlers[question], answer) for question in _QUESTIONS}):
         yield asked
+
+
+def _answer(informed: Collection[str], asked: list[str], true: Any, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    module = _find_asking_module(tx)
+    question = f"{module}: {variable.value.__name__}"
+    if question in informed or _get_package(module) in _INFORMED:
+        return true(variable, tx, *args, **kwargs)
+    asked.append(question)
+    return VariableTracker.build(tx, False)
 
 
 def _find_asking_module(tx: InstructionTranslatorBase) -> str:
@@ -187,24 +183,24 @@ def _exclude_recurrent_layers() -> Iterator[None]:
 
     With the cache, a second capture of the same network would give another graph.
     """
-    validate = FakeTensorMode._validate_cache_key
     backward = aten.mkldnn_rnn_layer_backward.default
-    like = backward.py_kernels[DispatchKey.Meta]
-
-    def refuse(self: FakeTensorMode, func: OpOverload, args: Any, kwargs: Any) -> None:
-        if func in _CALLED:
-            raise BypassDispatchCache(f"{func} returns one tensor twice")
-        validate(self, func, args, kwargs)
-
-    def convert_to_float(*args: Any) -> tuple[torch.Tensor, ...]:
-        """Return gradients in float, as the kernel does; before torch 2.13 the meta kernel gives them the type of the weights."""
-        return tuple(gradient.float() for gradient in like(*args))
-
+    kernel = partial(_compute_in_float, backward.py_kernels[DispatchKey.Meta])
     with (
-        patch.object(FakeTensorMode, "_validate_cache_key", refuse),
-        register_python_kernels(backward, {DispatchKey.Meta: convert_to_float}),
+        wrap(FakeTensorMode, "_validate_cache_key", _refuse_recurrent_layers),
+        register_python_kernels(backward, {DispatchKey.Meta: kernel}),
     ):
         yield
+
+
+def _refuse_recurrent_layers(validate: Any, mode: FakeTensorMode, func: OpOverload, args: Any, kwargs: Any) -> None:
+    if func in _CALLED:
+        raise BypassDispatchCache(f"{func} returns one tensor twice")
+    validate(mode, func, args, kwargs)
+
+
+def _compute_in_float(kernel: Callable[..., Any], *args: Any) -> tuple[torch.Tensor, ...]:
+    """Return gradients in float, as the kernel does; before torch 2.13 the meta kernel gives them the type of the weights."""
+    return tuple(gradient.float() for gradient in kernel(*args))
 
 
 def call_mkldnn_rnn_layer(*args: Any) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
-from unittest import mock
 
 import sympy
 import torch
@@ -27,6 +26,7 @@ from planner.capture.frontend.python_state import make_restore_items
 from planner.capture.frontend.source_lines import is_our_code
 from planner.capture.guards.names import Scope, build_accessor, is_of_torch, make_readable
 from planner.torch_private.capture import SideEffects, get_constant_key, get_source_name
+from planner.torch_private.patches import wrap
 
 _Change = Literal["never", "once", "always"]
 
@@ -125,16 +125,15 @@ class CountingError(TraceError):
 def record_effects() -> Iterator[list[Effect]]:
     """Record the side effects of code that Dynamo captures: changes of Python values that existed before it ran."""
     found: list[Effect] = []
-    original = SideEffects.codegen_update_mutated
-
-    def record_effect(effects: SideEffects, *args: Any, **kwargs: Any) -> None:
-        found[:] = list_effects(effects)  # a restarted capture begins with an empty list
-        if (output := effects.output_graph_weakref()) is not None:
-            found.extend(_iterate_written(output.graph))
-        original(effects, *args, **kwargs)
-
-    with mock.patch.object(SideEffects, "codegen_update_mutated", record_effect):
+    with wrap(SideEffects, "codegen_update_mutated", partial(_record_effects, found)):
         yield found
+
+
+def _record_effects(found: list[Effect], update: Callable[..., None], effects: SideEffects, *args: Any, **kwargs: Any) -> None:
+    found[:] = list_effects(effects)  # a restarted capture begins with an empty list
+    if (output := effects.output_graph_weakref()) is not None:
+        found.extend(_iterate_written(output.graph))
+    update(effects, *args, **kwargs)
 
 
 def check_effects(

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from planner.capture.signature import Batch, split_arguments
 from planner.torch_private.core import FakeTensor, FakeTensorMode, pytree
+from planner.torch_private.patches import wrap
 
 
 @contextmanager
@@ -25,26 +27,14 @@ def run_on_fakes(step: nn.Module, batch: Batch) -> Iterator[Callable[[], Any]]:
     step stores elsewhere are restored by planner.capture.frontend.effects.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    references = sys.getrefcount(mode)
-
-    def run() -> Any:
-        with mode, mute_output(), torch.random.fork_rng(devices=[]):
-            tensors = {name: make_fake(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
-            args, kwargs = pytree.tree_map(make_fake, split_arguments(batch))
-            return torch.func.functional_call(step, tensors, args, kwargs)
-
-    def make_fake(value: Any) -> Any:
-        return mode.from_tensor(value) if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) else value
-
-    def is_referenced() -> bool:
-        return sys.getrefcount(mode) > references  # each fake tensor adds one
-
+    run = partial(_run_on_fakes, mode, step, batch)
+    references = sys.getrefcount(mode)  # each fake tensor adds one
     try:
         yield run
     finally:
-        if is_referenced():
+        if sys.getrefcount(mode) > references:
             gc.collect(1)  # cycles of the execution hold some
-        if is_referenced():  # the search takes longer than the execution of a small step
+        if sys.getrefcount(mode) > references:  # the search takes longer than the execution of a small step
             for found in _list_objects():
                 if type(found) is functools._lru_cache_wrapper and _is_holding(gc.get_referents(found), mode):
                     found.cache_clear()
@@ -53,14 +43,25 @@ def run_on_fakes(step: nn.Module, batch: Batch) -> Iterator[Callable[[], Any]]:
 @contextmanager
 def mute_output() -> Iterator[None]:
     """Drop what a step prints, and what it logs below warnings: it does so again when it trains."""
-    log = logging.Logger._log
-
-    def log_warnings(logger: logging.Logger, level: int, *args: Any, **kwargs: Any) -> None:
-        if level >= logging.WARNING or logger.name.partition(".")[0] == "planner":
-            log(logger, level, *args, **kwargs)
-
-    with patch.object(builtins, "print", lambda *_, **__: None), patch.object(logging.Logger, "_log", log_warnings):
+    with patch.object(builtins, "print", lambda *_, **__: None), wrap(logging.Logger, "_log", _log_warnings):
         yield
+
+
+def _log_warnings(log: Callable[..., None], logger: logging.Logger, level: int, *args: Any, **kwargs: Any) -> None:
+    if level >= logging.WARNING or logger.name.partition(".")[0] == "planner":
+        log(logger, level, *args, **kwargs)
+
+
+def _run_on_fakes(mode: FakeTensorMode, step: nn.Module, batch: Batch) -> Any:
+    make_fake = partial(_make_fake, mode)
+    with mode, mute_output(), torch.random.fork_rng(devices=[]):
+        tensors = {name: make_fake(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
+        args, kwargs = pytree.tree_map(make_fake, split_arguments(batch))
+        return torch.func.functional_call(step, tensors, args, kwargs)
+
+
+def _make_fake(mode: FakeTensorMode, value: Any) -> Any:
+    return mode.from_tensor(value) if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) else value
 
 
 def _is_holding(cached: list[Any], mode: FakeTensorMode) -> bool:

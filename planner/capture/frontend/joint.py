@@ -135,14 +135,16 @@ def capture_compiled(
     Raises:
         TraceError: the step cannot be captured as one graph.
     """
+    return _run_until_settled(step, batch, partial(_trace_compiled, step, batch, make))
 
-    def trace() -> tuple[T, PythonGuards | None, DataGuards | None]:
-        found = _try_capture(step, batch, make(_export_for_inductor))
-        if found is None or (isinstance(found, Exception) and "data-dependent" in str(found).lower()):
-            return _capture_compiled_with_branches(step, batch, make)
-        return *_get_result(found, step, batch, None), None
 
-    return _run_until_settled(step, batch, trace)
+def _trace_compiled(
+    step: TrainingStep, batch: Batch, make: Callable[[Export], Make[T]]
+) -> tuple[T, PythonGuards | None, DataGuards | None]:
+    found = _try_capture(step, batch, make(_export_for_inductor))
+    if found is None or (isinstance(found, Exception) and "data-dependent" in str(found).lower()):
+        return _capture_compiled_with_branches(step, batch, make)
+    return *_get_result(found, step, batch, None), None
 
 
 def _export_for_inductor(*args: Any, **options: Any) -> JointWithDescriptors:
@@ -186,13 +188,8 @@ def _run_until_settled(step: TrainingStep, batch: Batch, trace: Callable[[], T])
     Raises:
         TraceError: values change in the second call too; or as in `trace`.
     """
-
-    def run_once() -> T:
-        with preserve_state(step, batch), silence_fakes():
-            return trace()
-
     try:
-        return run_once()
+        return _run_once(step, batch, trace)
     except (UnsettledError, TraceError) as error:
         failed = error
     try:
@@ -208,7 +205,7 @@ def _run_until_settled(step: TrainingStep, batch: Batch, trace: Callable[[], T])
         if restore is not None:
             stack.callback(restore)
         try:
-            traced = run_once()
+            traced = _run_once(step, batch, trace)
         except UnsettledError as unsettled:
             raise TraceError(
                 f"{unsettled} changes in the second step too, and the step reads it: change it outside of what is planned, from "
@@ -261,6 +258,11 @@ def _take_whole(found: Made[JointWithDescriptors] | Exception | None) -> Traced 
     return None
 
 
+def _run_once(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
+    with preserve_state(step, batch), silence_fakes():
+        return trace()
+
+
 def _get_result(found: Made[T] | Exception | None, step: TrainingStep, batch: Batch, branches: DataBranches | None) -> Made[T]:
     """Return the result of an attempt, or raise its exception.
 
@@ -275,20 +277,20 @@ def _get_result(found: Made[T] | Exception | None, step: TrainingStep, batch: Ba
 
 def _try_attempts(step: TrainingStep, batch: Batch, names: Collection[str] = ()) -> Made[JointWithDescriptors] | Exception | None:
     """Capture with modules told that they are not compiled, as far as possible; return as ``_try_capture``."""
-
-    def try_attempt() -> Made[JointWithDescriptors] | Exception | None:
-        numbers = SymbolicNumbers(names) if names else None
-        return _try_capture(step, batch, partial(_build_joint, values=numbers), numbers)
-
     informed = set(ASKING_FOR_COMPILERS)
     while True:
         with hide_compiling(informed) as asked:
-            found = try_attempt()
+            found = _try_attempt(step, batch, names)
         if isinstance(found, tuple) or not asked:
             return found
         if found is None or isinstance(found, UnsettledError | CountingError) or get_own_message(found):
-            return try_attempt()
+            return _try_attempt(step, batch, names)
         informed.add(asked[-1])
+
+
+def _try_attempt(step: TrainingStep, batch: Batch, names: Collection[str]) -> Made[JointWithDescriptors] | Exception | None:
+    numbers = SymbolicNumbers(names) if names else None
+    return _try_capture(step, batch, partial(_build_joint, values=numbers), numbers)
 
 
 def _try_capture(step: TrainingStep, batch: Batch, make: Make[T], values: Values | None = None) -> Made[T] | Exception | None:

@@ -8,6 +8,7 @@ A planned step runs kernels and no Python. What a step appends to a list (``self
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,20 +56,20 @@ class LaterCall:
 def make_calls(calls: Sequence[LaterCall], tensors: Sequence[torch.Tensor], local: Scope, scope: Scope) -> None:
     """Make `calls` with the `tensors` that the graph has returned for them."""
     results: list[object] = []
-
-    def fill(leaf: object) -> object:
-        match leaf:
-            case ReturnedTensor(index):
-                return tensors[index]
-            case Result(index):
-                return results[index]
-            case Place(find):
-                return find(local, scope)
-        return leaf
-
     for call in calls:
-        args, kwargs = pytree.tree_map(fill, (call.args, call.kwargs))
+        args, kwargs = pytree.tree_map(partial(_fill, tensors, results, local, scope), (call.args, call.kwargs))
         results.append(call.function(*args, **kwargs))
+
+
+def _fill(tensors: Sequence[torch.Tensor], results: Sequence[object], local: Scope, scope: Scope, leaf: object) -> object:
+    match leaf:
+        case ReturnedTensor(index):
+            return tensors[index]
+        case Result(index):
+            return results[index]
+        case Place(find):
+            return find(local, scope)
+    return leaf
 
 
 class Collector(Scratch):

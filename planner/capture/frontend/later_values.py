@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 from unittest.mock import patch
@@ -60,6 +61,7 @@ from planner.torch_private.capture import (
     get_constant_key,
     get_source_name,
 )
+from planner.torch_private.patches import bind_original, wrap
 
 _UPDATES = ("update", "forward", "__call__")
 _OTHERS = ("compute", "reset", "merge_state")
@@ -244,14 +246,13 @@ class LaterValues:
 
     def has_later(self, variable: Any, *, tensors: bool = False) -> bool:
         """Return True if a variable is or contains a later value; or also, a tensor."""
-
-        def is_found(found: Any) -> bool:
-            if isinstance(found, LazyVariableTracker) and not found.is_realized() and not self.is_read_later(found.source):
-                return False
-            found = found.realize()
-            return isinstance(found, LaterVariable) or (tensors and bool(found.is_tensor()))
-
-        return any(map(is_found, _iterate_parts(variable)))
+        for part in _iterate_parts(variable):
+            if isinstance(part, LazyVariableTracker) and not part.is_realized() and not self.is_read_later(part.source):
+                continue
+            part = part.realize()
+            if isinstance(part, LaterVariable) or (tensors and part.is_tensor()):
+                return True
+        return False
 
     def is_read_later(self, source: Any) -> bool:
         """Return True if the object of this source is read after the step."""
@@ -496,75 +497,75 @@ def _is_longer_list(effect: Effect) -> bool:
 @contextmanager
 def take_values_later(values: LaterValues) -> Iterator[None]:
     """Make Dynamo capture what is only recorded, and calls of metrics, as later calls; `values.end` is called at the end."""
-    wrap = VariableBuilder._wrap
-    call, call_builtin = InstructionTranslatorBase.call_function, BuiltinVariable.call_function
-    make_handler, call_of_tensor = BuiltinVariable._make_handler, TensorVariable.call_method
-
-    def wrap_or_read(builder: Any, value: Any) -> Any:
-        is_later = values.is_read_later(builder.source)
-        return values.read(builder, get_source_name(builder.source), value) if is_later else wrap(builder, value)
-
-    def call_or_record(tx: Any, function: Any, args: Any, kwargs: Any) -> None:
-        given = (*args, *kwargs.values())
-        if (found := _find_recorded(values, function, given)) is not None:
-            target, owners = found
-            tx.push(values.record(tx, target, [*owners, *args], kwargs))
-        else:
-            call(tx, function, args, kwargs)
-
-    def call_or_record_builtin(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if variable.fn in _RECORDING and not values._refuses:
-            recorded = _record_builtin(values, tx, variable.fn, args, kwargs)
-            if recorded is not None:
-                return recorded
-        return call_builtin(variable, tx, args, kwargs)
-
-    def make_later_handler(function: Any, kinds: list[type], *options: Any) -> Any:
-        handler = make_handler(function, kinds, *options)
-        if not any(issubclass(kind, LaterVariable) for kind in kinds):
-            return handler
-        return lambda tx, args, kwargs: _handle_later(handler, function, tx, args, kwargs)
-
-    def call_and_note(owner: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name in _READS:
-            later = values.read_tensor(translator, _READS[name], owner, args, kwargs)
-            if later is not None:
-                return later
-        result = call_of_tensor(owner, translator, name, args, kwargs)
-        if name == "item" and isinstance(result, SymNodeVariable):
-            values.note_number(result, owner)
-        return result
-
+    make_handler = staticmethod(bind_original(BuiltinVariable._make_handler, _make_later_handler))
     with ExitStack() as stack:
-        _need_where_decided(values, stack)
-        stack.enter_context(patch.object(VariableBuilder, "_wrap", wrap_or_read))
-        stack.enter_context(patch.object(InstructionTranslatorBase, "call_function", call_or_record))
-        stack.enter_context(patch.object(BuiltinVariable, "call_function", call_or_record_builtin))
-        stack.enter_context(patch.object(BuiltinVariable, "_make_handler", staticmethod(make_later_handler)))
-        stack.enter_context(patch.object(TensorVariable, "call_method", call_and_note))
+        stack.enter_context(wrap(InstructionTranslatorBase, "step", partial(_step_or_need, values)))
+        stack.enter_context(wrap(VariableBuilder, "_wrap", partial(_wrap_or_read, values)))
+        stack.enter_context(wrap(InstructionTranslatorBase, "call_function", partial(_call_or_record, values)))
+        stack.enter_context(wrap(BuiltinVariable, "call_function", partial(_call_or_record_builtin, values)))
+        stack.enter_context(patch.object(BuiltinVariable, "_make_handler", make_handler))
+        stack.enter_context(wrap(TensorVariable, "call_method", partial(_call_and_note, values)))
         for kind in (UnspecializedNNModuleVariable, UserDefinedObjectVariable):
-            _record_metrics(kind, values, stack)
+            # Of metrics and collectors, which are variables of these kinds.
+            stack.enter_context(wrap(kind, GETATTR, _find_attribute_or_method))
+            stack.enter_context(wrap(kind, "call_method", partial(_call_or_record_method, values)))
+            stack.enter_context(wrap(kind, "call_function", partial(_call_or_record_object, values)))
         yield
 
 
-def _need_where_decided(values: LaterValues, stack: ExitStack) -> None:
-    """Raise an error, until `stack` is closed, where an instruction decides by a later value: Dynamo would guess."""
-    step = InstructionTranslatorBase.step
+def _wrap_or_read(values: LaterValues, wrap: Any, builder: Any, value: Any) -> Any:
+    is_later = values.is_read_later(builder.source)
+    return values.read(builder, get_source_name(builder.source), value) if is_later else wrap(builder, value)
 
-    def step_or_need(translator: Any) -> bool:
-        position = translator.instruction_pointer
-        decides = None if position is None else _DECIDING.search(translator.instructions[position].opname)
-        if decides is not None:
-            top = translator.stack[-1].realize()
-            may_be_recorded = not values._refuses and (isinstance(top, LaterVariable) or top.is_tensor())
-            if may_be_recorded and record_branch(values, translator):
-                return True
-            for variable in translator.stack[-2 if decides[0] == "CONTAINS_OP" else -1 :]:
-                if isinstance(found := variable.realize(), LaterVariable):
-                    values.need(found)
-        return step(translator)
 
-    stack.enter_context(patch.object(InstructionTranslatorBase, "step", step_or_need))
+def _call_or_record(values: LaterValues, call: Any, tx: Any, function: Any, args: Any, kwargs: Any) -> None:
+    given = (*args, *kwargs.values())
+    if (found := _find_recorded(values, function, given)) is not None:
+        target, owners = found
+        tx.push(values.record(tx, target, [*owners, *args], kwargs))
+    else:
+        call(tx, function, args, kwargs)
+
+
+def _call_or_record_builtin(values: LaterValues, call: Any, variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    if variable.fn in _RECORDING and not values._refuses:
+        recorded = _record_builtin(values, tx, variable.fn, args, kwargs)
+        if recorded is not None:
+            return recorded
+    return call(variable, tx, args, kwargs)
+
+
+def _make_later_handler(make_handler: Any, function: Any, kinds: list[type], *options: Any) -> Any:
+    handler = make_handler(function, kinds, *options)
+    if not any(issubclass(kind, LaterVariable) for kind in kinds):
+        return handler
+    return partial(_handle_later, handler, function)
+
+
+def _call_and_note(values: LaterValues, call: Any, owner: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if name in _READS:
+        later = values.read_tensor(translator, _READS[name], owner, args, kwargs)
+        if later is not None:
+            return later
+    result = call(owner, translator, name, args, kwargs)
+    if name == "item" and isinstance(result, SymNodeVariable):
+        values.note_number(result, owner)
+    return result
+
+
+def _step_or_need(values: LaterValues, step: Any, translator: Any) -> Any:
+    """Follow an instruction; raise an error where it decides by a later value: Dynamo would guess."""
+    position = translator.instruction_pointer
+    decides = None if position is None else _DECIDING.search(translator.instructions[position].opname)
+    if decides is not None:
+        top = translator.stack[-1].realize()
+        may_be_recorded = not values._refuses and (isinstance(top, LaterVariable) or top.is_tensor())
+        if may_be_recorded and record_branch(values, translator):
+            return True
+        for variable in translator.stack[-2 if decides[0] == "CONTAINS_OP" else -1 :]:
+            if isinstance(found := variable.realize(), LaterVariable):
+                values.need(found)
+    return step(translator)
 
 
 def _handle_later(handler: Any, function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -638,35 +639,28 @@ def _find_recorded(values: LaterValues, function: Any, given: Collection[Any]) -
     return _call_method, [owner, ConstantVariable.create(name or getattr(target, "__name__", None))]
 
 
-def _record_metrics(kind: Any, values: LaterValues, stack: ExitStack) -> None:
-    """Make Dynamo record the calls of metrics and collectors, which are variables of this kind."""
-    get_attribute, call_method, call_function = getattr(kind, GETATTR), kind.call_method, kind.call_function
+def _find_attribute_or_method(get_attribute: Any, owner: Any, translator: Any, name: str) -> Any:
+    return GetAttrVariable(owner, name) if _is_deferred(owner, name) else get_attribute(owner, translator, name)
 
-    def record(owner: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        found = values.record(tx, _call_method, [owner, ConstantVariable.create(name), *args], kwargs)
-        found.origins = frozenset({is_metric})
-        return found
 
-    def find_attribute_or_method(owner: Any, translator: Any, name: str) -> Any:
-        if _is_deferred(owner, name):
-            return GetAttrVariable(owner, name)
-        return get_attribute(owner, translator, name)
+def _call_or_record_method(values: LaterValues, call: Any, owner: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if name == "is_known" and isinstance(owner.value, Collector):
+        return ConstantVariable.create(values.is_known(*args))
+    if _is_deferred(owner, name):
+        return _record_method(values, owner, tx, name, args, kwargs)
+    return call(owner, tx, name, args, kwargs)
 
-    def call_or_record_method(owner: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name == "is_known" and isinstance(owner.value, Collector):
-            return ConstantVariable.create(values.is_known(*args))
-        if _is_deferred(owner, name):
-            return record(owner, translator, name, args, kwargs)
-        return call_method(owner, translator, name, args, kwargs)
 
-    def call_or_record(owner: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-        if _is_deferred(owner, "__call__"):
-            return record(owner, translator, "__call__", args, kwargs)
-        return call_function(owner, translator, args, kwargs)
+def _call_or_record_object(values: LaterValues, call: Any, owner: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    if _is_deferred(owner, "__call__"):
+        return _record_method(values, owner, tx, "__call__", args, kwargs)
+    return call(owner, tx, args, kwargs)
 
-    stack.enter_context(patch.object(kind, GETATTR, find_attribute_or_method))
-    stack.enter_context(patch.object(kind, "call_method", call_or_record_method))
-    stack.enter_context(patch.object(kind, "call_function", call_or_record))
+
+def _record_method(values: LaterValues, owner: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    found = values.record(tx, _call_method, [owner, ConstantVariable.create(name), *args], kwargs)
+    found.origins = frozenset({is_metric})
+    return found
 
 
 def _is_deferred(owner: Any, name: str) -> bool:

@@ -5,11 +5,10 @@ module's dicts. During a capture the captured code registers by functions of thi
 Dynamo follows as any attribute, and a planned step has none of it to do, because the dicts are at its end what they were.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count
+from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -23,6 +22,7 @@ from planner.torch_private.capture import (
     VariableTracker,
     get_constant_key,
 )
+from planner.torch_private.patches import wrap
 
 # The methods that are replaced, and the dicts of a module that they fill.
 _REGISTER: dict[Any, tuple[str, str]] = {
@@ -71,36 +71,38 @@ def follow_removed_hooks() -> Iterator[EndOfCapture]:
     Yields what is to be called at the end. It raises a TraceError if the step has left a hook that it has registered, or keeps a
     handle as an attribute.
     """
-    inline = InstructionTranslatorBase.inline_user_function_return
-    keys = count(-1, -1)  # PyTorch's own are not negative
     lines: dict[int, str] = {}
+    with wrap(InstructionTranslatorBase, "inline_user_function_return", partial(_inline_or_register, lines)):
+        yield partial(_drop_changes, lines)
 
-    def inline_or_register(translator: Any, function: Any, args: Any, kwargs: Any, **options: Any) -> Any:
-        names = _REGISTER.get(function.get_function()) if isinstance(function, UserFunctionVariable) else None
-        if names is not None and "always_call" not in kwargs:
-            key = next(keys)
-            lines[key] = format_location(find_current_line())
-            args = [VariableTracker.build(translator, names), VariableTracker.build(translator, key), *args]
-            registers: Any = _register
-            function = UserFunctionVariable(registers)
-        return inline(translator, function, args, kwargs, **options)
 
-    def drop_changes(_: Any, output: Any) -> None:
-        changes = output.side_effects.store_attr_mutations
-        for module, attributes in [(owner, held) for owner, held in changes.items() if owner.source is not None]:
-            handles = [changes[value]["id"] for value in attributes.values() if getattr(value, "value_type", None) is _Handle]
-            refuse({handle.as_python_constant() for handle in handles})
-            for name in _DICTS.intersection(attributes):
-                left = {get_constant_key(key) for key in attributes[name].items}
-                refuse(left)
-                if left == set(getattr(module.value, name)):
-                    del attributes[name]
-            if not attributes:
-                del changes[module]
+def _inline_or_register(
+    lines: dict[int, str], inline: Any, translator: Any, function: Any, args: Any, kwargs: Any, **options: Any
+) -> Any:
+    names = _REGISTER.get(function.get_function()) if isinstance(function, UserFunctionVariable) else None
+    if names is not None and "always_call" not in kwargs:
+        key = -1 - len(lines)  # PyTorch's own are not negative
+        lines[key] = format_location(find_current_line())
+        args = [VariableTracker.build(translator, names), VariableTracker.build(translator, key), *args]
+        registers: Any = _register
+        function = UserFunctionVariable(registers)
+    return inline(translator, function, args, kwargs, **options)
 
-    def refuse(left: set[int]) -> None:
-        for key in left.intersection(lines):
-            raise TraceError(HOOK_REFUSAL.format(where=lines[key], on=GRAPH_BREAK_ADVICE))
 
-    with patch.object(InstructionTranslatorBase, "inline_user_function_return", inline_or_register):
-        yield drop_changes
+def _drop_changes(lines: Mapping[int, str], _: Any, output: Any) -> None:
+    changes = output.side_effects.store_attr_mutations
+    for module, attributes in [(owner, held) for owner, held in changes.items() if owner.source is not None]:
+        handles = [changes[value]["id"] for value in attributes.values() if getattr(value, "value_type", None) is _Handle]
+        _refuse_left(lines, {handle.as_python_constant() for handle in handles})
+        for name in _DICTS.intersection(attributes):
+            left = {get_constant_key(key) for key in attributes[name].items}
+            _refuse_left(lines, left)
+            if left == set(getattr(module.value, name)):
+                del attributes[name]
+        if not attributes:
+            del changes[module]
+
+
+def _refuse_left(lines: Mapping[int, str], left: set[int]) -> None:
+    for key in left.intersection(lines):
+        raise TraceError(HOOK_REFUSAL.format(where=lines[key], on=GRAPH_BREAK_ADVICE))

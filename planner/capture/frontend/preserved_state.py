@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,29 +94,30 @@ def make_first_call(step: nn.Module, batch: Batch) -> Callable[[], None] | None:
     _write(settled)
     if drawn_once:
         drawn.restore()
+    return partial(_restore, before, undo, begun) if kept or undo or lazy or drawn_once else None
 
-    def restore() -> None:
-        before.restore()
-        _write(undo)
-        begun.restore()
 
-    return restore if kept or undo or lazy or drawn_once else None
+def _restore(before: PythonState, undo: Iterable[tuple[torch.Tensor, torch.Tensor]], begun: RandomStates) -> None:
+    before.restore()
+    _write(undo)
+    begun.restore()
 
 
 @contextmanager
 def _preserve_lazy_buffers(lazy: Iterable[nn.Module], stack: ExitStack) -> Iterator[None]:
     """Restore the buffers that layers make in their first call, when `stack` is closed, to their values before its forward."""
-
-    def preserve(module: nn.Module, _: object) -> None:
-        for buffer in module.buffers(recurse=False):
-            stack.enter_context(preserve_tensor(buffer))
-
+    preserve = partial(_preserve_buffers, stack)
     hooks = [module.register_forward_pre_hook(preserve) for module in lazy]  # after their own, which initializes
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _preserve_buffers(stack: ExitStack, module: nn.Module, _: object) -> None:
+    for buffer in module.buffers(recurse=False):
+        stack.enter_context(preserve_tensor(buffer))
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -39,6 +39,7 @@ from planner.torch_private.capture import (
     get_source_name,
 )
 from planner.torch_private.core import DimDynamic, ShapeEnv, get_proxy_mode, track_tensor_tree
+from planner.torch_private.patches import wrap
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Functions of symbols and numbers, and those that the user's code calls.
@@ -91,40 +92,39 @@ class SymbolicNumbers:
     @contextmanager
     def take(self) -> Iterator[None]:
         """Make Dynamo capture the numbers as symbols."""
-        wrap = VariableBuilder.wrap_literal
-        run_node: Callable[..., Any] = dynamo_utils.run_node
-
-        def create_or_wrap(builder: Any, value: Any) -> Any:
-            is_named = type(value) in (int, float) and math.isfinite(value) and get_source_name(builder.source) in self.names
-            return self._create_input(builder, value) if is_named else wrap(builder, value)
-
-        def run(tracer: Any, node: fx.Node, args: Any, kwargs: Any, module: Any) -> Any:
-            return self._run(lambda *given: run_node(tracer, node, *given, module), tracer.shape_env, node, args, kwargs)
-
+        create_or_wrap = partial(self._create_or_wrap, VariableBuilder.wrap_literal)
         wraps = {**VariableBuilder._type_dispatch(), int: create_or_wrap, float: create_or_wrap}  # by types; Dynamo caches it
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(VariableBuilder, "_type_dispatch", lambda *_: wraps))
-            stack.enter_context(patch.object(VariableBuilder, "wrap_literal", create_or_wrap))
-            stack.enter_context(patch.object(dynamo_utils, "run_node", run))
-            stack.enter_context(self.follow())
+        with (
+            patch.object(VariableBuilder, "_type_dispatch", lambda *_: wraps),
+            wrap(VariableBuilder, "wrap_literal", self._create_or_wrap),
+            wrap(dynamo_utils, "run_node", self._run_node),
+            self.follow(),
+        ):
             yield
+
+    def _create_or_wrap(self, wrap_literal: Callable[..., Any], builder: Any, value: Any) -> Any:
+        is_named = type(value) in (int, float) and math.isfinite(value) and get_source_name(builder.source) in self.names
+        return self._create_input(builder, value) if is_named else wrap_literal(builder, value)
+
+    def _run_node(self, run: Callable[..., Any], tracer: Any, node: fx.Node, args: Any, kwargs: Any, module: Any) -> Any:
+        return self._run(lambda *given: run(tracer, node, *given, module), tracer.shape_env, node, args, kwargs)
 
     @contextmanager
     def follow(self) -> Iterator[None]:
         """Record the conditions on the numbers that are decided."""
-        evaluate: Callable[..., Any] = ShapeEnv.evaluate_expr
-
-        def record_or_evaluate(env: Any, expression: sympy.Basic, hint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            symbols = expression.free_symbols
-            if env is not self._env or symbols.isdisjoint(self._nodes):
-                return evaluate(env, expression, hint, *args, **kwargs)
-            if hint is None or not symbols <= self._nodes.keys():
-                raise NotSymbolicError(f"{expression} depends on more than numbers")
-            self._decide(expression, hint)
-            return sympy.sympify(hint)
-
-        with patch.object(ShapeEnv, "evaluate_expr", record_or_evaluate), capture_gradients_with_symbols():
+        with wrap(ShapeEnv, "evaluate_expr", self._record_or_evaluate), capture_gradients_with_symbols():
             yield
+
+    def _record_or_evaluate(
+        self, evaluate: Callable[..., Any], env: Any, expression: sympy.Basic, hint: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        symbols = expression.free_symbols
+        if env is not self._env or symbols.isdisjoint(self._nodes):
+            return evaluate(env, expression, hint, *args, **kwargs)
+        if hint is None or not symbols <= self._nodes.keys():
+            raise NotSymbolicError(f"{expression} depends on more than numbers")
+        self._decide(expression, hint)
+        return sympy.sympify(hint)
 
     def _decide(self, expression: sympy.Basic, outcome: object) -> None:
         """Record that a capture relies on the `outcome` of `expression`."""
@@ -143,30 +143,29 @@ class SymbolicNumbers:
         if self._env is not module.meta["fake_mode"].shape_env or not symbolic:
             return
         first = next(node for node in graph.nodes if node.op != "placeholder")
-        inputs: dict[fx.Node, fx.Node] = {}
-
-        def settle_argument(arg: fx.Node, *, fixed: bool) -> Any:
-            if arg not in symbolic:
-                return arg
-            copy = self._copies[arg]
-            if fixed or isinstance(copy.meta["hint"], bool):
-                self._decided[copy] = copy.meta["hint"]
-                return copy.meta["hint"]
-            if arg not in inputs:
-                self._numbers.append(copy)
-                with graph.inserting_before(first):
-                    inputs[arg] = graph.call_function(self._take_number, (len(self._numbers) - 1,))
-            return inputs[arg]
-
+        settle = partial(self._settle_argument, first, {})
         for node in list(graph.nodes):
             if node not in symbolic:
-                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), partial(settle_argument, fixed=node in self._sized))
+                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), partial(settle, fixed=node in self._sized))
         for node in reversed(list(graph.nodes)):
             if node in symbolic and node.op != "placeholder":
                 graph.erase_node(node)
             elif node in symbolic:
                 node.meta["example_value"] = self._copies[node].meta["hint"]
         module.recompile()
+
+    def _settle_argument(self, first: fx.Node, inputs: dict[fx.Node, fx.Node], arg: fx.Node, *, fixed: bool) -> Any:
+        """Return the number for a symbolic node, or an input for it before the `first` node; other nodes as they are."""
+        if (copy := self._copies.get(arg)) is None:
+            return arg
+        if fixed or isinstance(copy.meta["hint"], bool):
+            self._decided[copy] = copy.meta["hint"]
+            return copy.meta["hint"]
+        if arg not in inputs:
+            self._numbers.append(copy)
+            with first.graph.inserting_before(first):
+                inputs[arg] = first.graph.call_function(self._take_number, (len(self._numbers) - 1,))
+        return inputs[arg]
 
     def finish(self, local: Scope, scope: Scope, counted: Sequence[Effect]) -> StepNumbers | None:
         """Return the numbers of the capture; None if there are none.

@@ -309,7 +309,8 @@ class Executor:
             if given.requires_grad is not self.signature.trained[index]:
                 raise MismatchError(
                     f"{name} of the batch has requires_grad={given.requires_grad}, but the step was planned for "
-                    f"{not given.requires_grad}: make a plan with such a batch, or {_describe_other_grad(given)}"
+                    f"{not given.requires_grad}: make a plan with such a batch, or "
+                    f"{'detach() it' if given.requires_grad else 'let it require a gradient'}"
                 )
         if _describe_autocast(self._device_type) != self._autocast:
             raise MismatchError(
@@ -488,10 +489,6 @@ def check_no_transform(what: str) -> None:
 
 def _format_dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _describe_other_grad(given: torch.Tensor) -> str:
-    return "detach() it" if given.requires_grad else "let it require a gradient"
 
 
 def _describe_autocast(device_type: str) -> str:

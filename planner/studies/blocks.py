@@ -28,15 +28,11 @@ def block_choices(model: nn.Module) -> list[Choice]:
     """Return the levels and depths whose blocks differ; level 1 if there are none."""
     found: dict[frozenset[nn.Module], Choice] = {}
     for level in range(1, block_levels(model) + 1):
-        found.setdefault(_find_containers(find_blocks(model, level)), {"level": level})
+        found.setdefault(frozenset(module for module in find_blocks(model, level) if not _is_layer(module)), {"level": level})
     for depth in range(1, _compute_depth(model) + 1):
         found.setdefault(frozenset(_find_at_depth(model, depth)), {"depth": depth})
     found.pop(frozenset(), None)  # blocks of single layers hold nothing to discard
     return list(found.values()) or [{"level": 1}]
-
-
-def _find_containers(modules: list[nn.Module]) -> frozenset[nn.Module]:
-    return frozenset(module for module in modules if not _is_layer(module))
 
 
 def block_levels(model: nn.Module) -> int:

@@ -5,7 +5,7 @@ both ends.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
@@ -226,31 +226,29 @@ def read_arguments_of_gradients() -> None:
     It knows lists of tensors only, where models pass ``weights.values()`` or ``model.parameters()``; and it checks the first
     arguments only if they are not passed by name, and the others only if they are.
     """
-    call = TorchInGraphFunctionVariable.call_function
     names = tuple(signature(torch.autograd.grad).parameters)
+    wrap_for_good(TorchInGraphFunctionVariable, "call_function", partial(_call_with_tuples, names))
 
-    def call_with_tuples(function: TorchInGraphFunctionVariable, tx: Any, args: Any, kwargs: Any) -> Any:
-        if function.value is not torch.autograd.grad:
-            return call(function, tx, args, kwargs)
-        given = dict(zip(names, args, strict=False)) | kwargs
-        for name in names[:3]:
-            if name in given:
-                given[name] = _make_tuple(tx, given[name].realize())
-        return call(function, tx, [given.pop(name) for name in names[:2]], given)
 
-    TorchInGraphFunctionVariable.call_function = call_with_tuples  # type: ignore[method-assign, assignment]
+def _call_with_tuples(names: Sequence[str], call: Any, function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    if function.value is not torch.autograd.grad:
+        return call(function, tx, args, kwargs)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    for name in names[:3]:
+        if name in given:
+            given[name] = _make_tuple(tx, given[name].realize())
+    return call(function, tx, [given.pop(name) for name in names[:2]], given)
 
 
 def read_legacy_variables() -> None:
     """Make Dynamo follow ``torch.autograd.Variable(tensor, requires_grad=True)``, as older models call it."""
-    call = UserDefinedClassVariable.call_function
+    wrap_for_good(UserDefinedClassVariable, "call_function", _call_or_make)
 
-    def call_or_make(kind: UserDefinedClassVariable, tx: Any, args: Any, kwargs: Any) -> Any:
-        if kind.value is not torch.autograd.Variable:
-            return call(kind, tx, args, kwargs)
-        return VariableTracker.build(tx, _make_variable).call_function(tx, args, kwargs)
 
-    UserDefinedClassVariable.call_function = call_or_make  # type: ignore[method-assign, assignment]
+def _call_or_make(call: Any, kind: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    if kind.value is not torch.autograd.Variable:
+        return call(kind, tx, args, kwargs)
+    return VariableTracker.build(tx, _make_variable).call_function(tx, args, kwargs)
 
 
 def _make_variable(data: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:  # noqa: FBT001, FBT002 (its signature)

@@ -91,8 +91,8 @@ def _solve_in_orders(solve: Solver, request: Request) -> SolvedOrder:
             return best
         faster = _choose_faster(best, _continue(first, solve, request))
         return _continue(best, solve, request) if faster is best and not request.is_stopped() else faster
-    if _fits_in_no_order(request):
-        return first
+    if request.graph.plain and request.budget_bytes < find_any_order_need(request.graph).total_bytes:
+        return first  # a single op refutes the budget in every order
     order = _order_of_start(request) or search.found
     order = order or find_order(request.graph, clock.start_part(SEARCH_SHARE * clock.limit), request.is_interrupted)
     if order.changed:
@@ -158,11 +158,6 @@ def _can_gain(result: Result, request: Request) -> bool:
     if result.time_s is None or not request.graph.plain:
         return True
     return not is_within(result.time_s, request.graph.time_s, request.tolerance.compute_at(request.clock.now))
-
-
-def _fits_in_no_order(request: Request) -> bool:
-    """Return True if a single op refutes the budget in every order."""
-    return request.graph.plain and request.budget_bytes < find_any_order_need(request.graph).total_bytes
 
 
 def _solve_again(first: SolvedOrder, order: Reordering, took: float, solve: Solver, request: Request) -> SolvedOrder:

@@ -4,6 +4,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+import numpy as np
+
 from solvers.clock import Clock
 from solvers.problem import Problem, build_problem
 from solvers.request import Request
@@ -94,7 +96,9 @@ class Search:
             return None
         trial, incumbent = self._simulate(order), self.incumbent
         incumbent.compare_peak(trial)
-        if incumbent.fits(trial) and (incumbent.take(trial) or self._is_near(trial)):
+        # A schedule that offloads may become the best after pruning.
+        near_s = _NEAR * incumbent.best_s if self.problem.offloads else -np.inf
+        if incumbent.fits(trial) and (incumbent.take(trial) or trial.time_s <= near_s):
             incumbent.take(self._prune(trial, discretization))
         return trial
 
@@ -120,10 +124,6 @@ class Search:
         trial = try_out(self.problem, order)
         self.recent.append(trial)
         return trial
-
-    def _is_near(self, trial: Trial) -> bool:
-        """Return True if a schedule that offloads may become the best after pruning."""
-        return bool(self.problem.offloads) and trial.time_s <= _NEAR * self.incumbent.best_s
 
     def _prune(self, trial: Trial, discretization: Discretization | None = None) -> Trial:
         """Return `trial` without unnecessary recomputations."""

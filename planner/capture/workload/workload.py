@@ -103,12 +103,11 @@ def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = Fa
             from planner.capture.workload.fake_build import build_on_fakes
 
             stack.enter_context(build_on_fakes(as_on_cuda=as_on_cuda))
-        workload = _build_from_zoo(spec) if spec.source == ZOO_SOURCE else _build_from_file(spec)
+        if spec.source == ZOO_SOURCE:
+            workload = build(spec.function, **parse_options(get_factory(spec.function), spec, spec.function))
+        else:
+            workload = _build_from_file(spec)
         return workload if fake else _move_to_device(workload, device)
-
-
-def _build_from_zoo(spec: ModelSpec) -> Workload:
-    return build(spec.function, **parse_options(get_factory(spec.function), spec, spec.function))
 
 
 def _build_from_file(spec: ModelSpec) -> Workload:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from graphs.errors import MismatchError, PlannerError, TraceError
-from graphs.ir import Graph, Kind, Op
+from graphs.ir import Kind, Op
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import compute_allocated_bytes
@@ -61,7 +61,8 @@ def prepare_for_recording(captured: Capture) -> Capture:
     once = execute_random_ops_once(captured)
     graph = once.graph.holding(Kind.INPUT, "recorded_inputs", _count_input_bytes(once))
     for kind in (Kind.OUTPUT, Kind.GRADIENT):
-        graph = graph.holding(kind, f"copied_{kind}s", _count_kept_bytes(graph, kind))
+        size_bytes = sum(graph.tensors[t].size_bytes for t in graph.kept if graph.tensors[t].kind is kind)
+        graph = graph.holding(kind, f"copied_{kind}s", size_bytes)
     return replace(once, graph=graph)
 
 
@@ -206,7 +207,3 @@ def _count_input_bytes(captured: Capture) -> int:
     device = torch.device(graph.device)
     sizes = (torch.Size(t.shape).numel() * getattr(torch, t.dtype).itemsize for t in inputs)
     return sum(compute_allocated_bytes(size, device) for size in sizes)
-
-
-def _count_kept_bytes(graph: Graph, kind: Kind) -> int:
-    return sum(graph.tensors[t].size_bytes for t in graph.kept if graph.tensors[t].kind is kind)

@@ -143,9 +143,8 @@ def collect_graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     graph = keep_traced_ops(graph, list_exact_ops(graph)) if exact else graph
     summary = summarize(graph)
     devices = [device.exactly if exact else device for device in decode_devices(graph.provenance)]
-    traced = {
-        name: _collect_option_facts(restrict_to(_keep_traced_options(graph), (name,))) for name in list_traced_options(graph)
-    }
+    found = remove_placement(remove_offload(graph)[0])  # only the options that were found when it was traced
+    traced = {name: _collect_option_facts(restrict_to(found, (name,))) for name in list_traced_options(graph)}
     graph = remove_options(graph).out_of_place()
     whole = OFFLOAD.add_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
     order = find_order(graph).graph
@@ -178,11 +177,6 @@ def collect_graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
         largest_ops=tuple(ops[:LISTED]),
         largest_tensors=tuple(_collect_tensor_facts(graph, tensor) for tensor in made[:LISTED]),
     )
-
-
-def _keep_traced_options(graph: Graph) -> Graph:
-    """Return `graph` with only the options that were found when it was traced."""
-    return remove_placement(remove_offload(graph)[0])
 
 
 def _collect_option_facts(graph: Graph) -> OptionFacts:

@@ -115,7 +115,7 @@ def draw_charts(facts: StepFacts, curve: Sequence["CurveRow"] = ()) -> Charts:
         Key("var(--budget)", "budget", kind="line"),
         *_list_reserved_keys(facts.reserved),
         *(
-            Key(f"var(--{c})", _format_baseline(one), kind="line")
+            Key(f"var(--{c})", f"{one.name}: {format_bytes(one.peak_bytes)}, {format_seconds(one.time_s)}", kind="line")
             for c, one in zip(_BASELINE_COLORS, facts.baselines, strict=False)
         ),
     )
@@ -469,10 +469,6 @@ def _pick_colors(count: int) -> tuple[str, ...]:
     """Return `count` colours of the palette, as far apart as possible."""
     last = len(_PALETTE) - 1
     return tuple(_PALETTE[round(i * last / max(1, count - 1)) if count > 1 else 3] for i in range(count))
-
-
-def _format_baseline(one: Baseline) -> str:
-    return f"{one.name}: {format_bytes(one.peak_bytes)}, {format_seconds(one.time_s)}"
 
 
 def _list_reserved_keys(addresses: StepAddresses | None) -> tuple[Key, ...]:

@@ -48,12 +48,9 @@ def list_simple_substitutions(problem: Problem) -> list[frozenset[int]]:
 def _choose_least_memory(problem: Problem) -> frozenset[int]:
     """Return the alternatives of least memory, wherever one needs less memory than the ops that it replaces."""
     groups = problem.places.replaces
-    smaller = (b for b, group in enumerate(groups) if group and problem.own_bytes[b] < _compute_most_bytes(problem, b))
+    own_bytes = problem.own_bytes
+    smaller = (b for b, group in enumerate(groups) if group and own_bytes[b] < max(own_bytes[i] for i in group))
     return _select_disjoint(groups, sorted(smaller, key=lambda b: (problem.own_bytes[b], b)))
-
-
-def _compute_most_bytes(problem: Problem, b: int) -> int:
-    return max(problem.own_bytes[i] for i in problem.places.replaces[b])
 
 
 def _select_disjoint(groups: Sequence[Sequence[int]], ranked: Iterable[int]) -> frozenset[int]:

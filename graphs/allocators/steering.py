@@ -88,6 +88,7 @@ class Steering:
         missed: buffers that get another address than planned.
         grows: a step takes large segments besides the slab. In another step these would be free from the beginning, so that it
             would get other addresses: it needs a new pool.
+        serves_optimizer: the temporaries of the optimizer find room in the slab behind a step, beside its gradients.
     """
 
     slab_bytes: int
@@ -96,6 +97,7 @@ class Steering:
     before: Mapping[int, Sequence[Action]]
     missed: frozenset[int]
     grows: bool
+    serves_optimizer: bool
 
     @property
     def outside_bytes(self) -> int:
@@ -161,9 +163,23 @@ class _ModelledStep:
                     self._request(index)
                 else:
                     self.allocator.free(self.blocks.pop(index))
-        grows = any(not segment.small and segment is not self.slab for segment in self.allocator)
-        pool_bytes = self.allocator.count_pool_bytes(_POOL)
-        return Steering(self.slab_bytes, self.holes, pool_bytes, before, frozenset(self.missed), grows)
+        pool_bytes, grows = self.allocator.count_pool_bytes(_POOL), self._has_grown()
+        serves_optimizer = not grows and self._has_room_for_optimizer()
+        if serves_optimizer:
+            pool_bytes = self.allocator.count_pool_bytes(_POOL)  # with small segments
+        return Steering(self.slab_bytes, self.holes, pool_bytes, before, frozenset(self.missed), grows, serves_optimizer)
+
+    def _has_grown(self) -> bool:
+        """Return True if the pool has large segments besides the slab."""
+        return any(not segment.small and segment is not self.slab for segment in self.allocator)
+
+    def _has_room_for_optimizer(self) -> bool:
+        """Return True if the optimizer has temporaries, and these fit into the slab behind the step."""
+        for block in self.numbers:
+            self.allocator.free(block)
+        for size_bytes in self.training.temporaries:
+            self.allocator.allocate(size_bytes, pool=_POOL)
+        return bool(self.training.temporaries) and not self._has_grown()
 
     def _iterate_steps(self) -> Iterator[tuple[int, list[int], _Requests]]:
         """Yield steps of the schedule with the buffers that are freed before their op, and what it requests and frees itself."""

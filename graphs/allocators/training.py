@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 from typing import Any, Protocol
 
 from graphs.addresses import Buffer, buffers_of, count_moments
-from graphs.allocators.caching import DEFAULT, CachingAllocator, DeviceFullError, Level, Rules
+from graphs.allocators.caching import DEFAULT, Block, CachingAllocator, DeviceFullError, Level, Rules
 from graphs.ir import Graph, Kind, Tensor
 from graphs.optimizers import MeasuredOptimizer, get_optimizer_memory, get_traced_optimizer
 from graphs.pools import DEVICE
@@ -212,6 +212,34 @@ def usage_of(training: Training, rules: Rules = DEFAULT) -> Usage:
 def compute_outside_pool_bytes(training: Training, rules: Rules = DEFAULT) -> int:
     """Return the bytes that PyTorch reserves outside a private pool that serves all requests of the steps."""
     return usage_of(replace(training, buffers=()), rules).reserved_bytes
+
+
+def compute_reserved_in_arena_bytes(
+    training: Training, pool_bytes: int, rules: Rules = DEFAULT, *, serves_optimizer: bool
+) -> int:
+    """Return the bytes that PyTorch reserves if all steps use a private pool of `pool_bytes`.
+
+    State that an optimizer makes in its first step must not lie in a pool that serves it. So before this step the gradients are
+    copied out of the pool, into one segment, and the pool is given back until the next step, before which unused memory is, too.
+    """
+    if not serves_optimizer:
+        return compute_outside_pool_bytes(training, rules) + pool_bytes
+    allocator = CachingAllocator(rules=rules)
+
+    def allocate(sizes: Iterable[int]) -> list[Block]:
+        return [allocator.allocate(size_bytes) for size_bytes in sizes]
+
+    allocate((*training.static, *training.libraries))
+    end = max((buffer.upper for buffer in training.buffers), default=0)
+    copied_bytes = sum(rules.round_bytes(buffer.size) for buffer in training.buffers if buffer.upper == end)
+    copies = allocate([rules.choose_segment_bytes(copied_bytes)])
+    copying_bytes = allocator.reserved.bytes + pool_bytes
+    allocate(training.state)
+    for block in (*allocate(training.temporaries), *copies):
+        allocator.free(block)
+    optimizing_bytes = allocator.reserved.bytes
+    allocator.release_unused()
+    return max(copying_bytes, optimizing_bytes, allocator.reserved.bytes + pool_bytes)
 
 
 def compute_reserved_with_pool_bytes(training: Training) -> int:

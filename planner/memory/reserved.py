@@ -10,6 +10,7 @@ exists is not modelled.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from graphs.addresses import Buffer
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
@@ -18,7 +19,7 @@ from graphs.allocators.steering import Steering
 from graphs.allocators.training import (
     Training,
     combine_passes,
-    compute_outside_pool_bytes,
+    compute_reserved_in_arena_bytes,
     find_growth_above,
     least_capacity_bytes,
     play,
@@ -175,7 +176,8 @@ def predict_reserved(
     usage = usage_of(training, rules)
     reserved_bytes = usage.reserved_bytes
     if arena is not None:
-        reserved_bytes = compute_outside_pool_bytes(training, rules) + arena.pool_bytes
+        serves = arena.serves_optimizer
+        reserved_bytes = compute_reserved_in_arena_bytes(training, arena.pool_bytes, rules, serves_optimizer=serves)
     return Reserved(
         total_bytes=reserved_bytes,
         allocated_bytes=usage.allocated_bytes,
@@ -278,8 +280,9 @@ def is_run_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory, bud
 def bound_reserved_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory) -> int:
     """Return a lower bound on the bytes reserved for training by `schedule` in an arena on CUDA; does not plan addresses."""
     training = build_training(graph, schedule)
-    outside_bytes = compute_outside_pool_bytes(training, get_rules(memory))
-    return outside_bytes + bound_slab_bytes(training) + _get_counted_context_bytes(graph, memory)
+    measure = partial(compute_reserved_in_arena_bytes, training, bound_slab_bytes(training), get_rules(memory))
+    reserved_bytes = min(measure(serves_optimizer=serves) for serves in (False, True))
+    return reserved_bytes + _get_counted_context_bytes(graph, memory)
 
 
 def predict_counted_bytes(graph: Graph, schedule: Schedule, memory: CountedMemory, *, arena: bool | None = None) -> int:

@@ -7,29 +7,52 @@ A step that finds tensors of another one in the slab, such as a second forward p
 from the usual pool. In a step whose ops ask for other memory than was planned, nothing is held any more, and the pool is given
 back after it: whatever is held at other addresses than planned would need further segments.
 
+The optimizer's temporaries lie in the slab too, beside the gradients, where there is room. State that it makes would stay there:
+before the first step of an optimizer, and the first with gradients of further parameters, the gradients are copied out and the
+pool is given back, so that this step may take as much elsewhere. One that makes new state in each step is not served.
+
 Everything here relies on best fit, which PyTorch does not promise. A step in which it chooses otherwise is not wrong, only
 larger: memory in use is never given away.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Self
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 
+from graphs.allocators.caching import DEFAULT
 from graphs.allocators.steering import Action, Hold, Steering, is_placed
 from graphs.units import format_bytes
 from planner.capture.program.program import Call
 from planner.memory.release import release_unused
+from planner.runtime import optimizer_steps
 from planner.runtime.arena import SharedSlab
 from planner.runtime.code import Backward, Forward, Returned
-from planner.torch_private.core import backward_retains_graph
+from planner.torch_private.core import backward_retains_graph, list_parts
 from planner.torch_private.cuda import allocate_raw, free_raw
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _KnownOptimizer:
+    """What is known of an optimizer.
+
+    Attributes:
+        gradients: the most of its parameters that had a gradient in a step outside of the slab, which have their state.
+        is_checked: a step in the slab was looked at.
+        is_refused: that step has left state there, so that the optimizer is not served any more.
+    """
+
+    gradients: int = -1
+    is_checked: bool = False
+    is_refused: bool = False
 
 
 class SharedPool:
@@ -41,6 +64,7 @@ class SharedPool:
         slab_bytes, slab_address: size and first address of its slab.
         stream: the stream that its memory is for.
         left: the results of the last step in it.
+        optimizers: what is known of those that have stepped.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,6 +73,7 @@ class SharedPool:
         self.slab_bytes = self.slab_address = 0
         self.stream: torch.cuda.Stream | None = None
         self.left: list[StorageWeakRef] = []
+        self.optimizers: WeakKeyDictionary[Optimizer, _KnownOptimizer] = WeakKeyDictionary()
         self._begun: ref[_Begun] | None = None  # the last step
         self._arenas: WeakSet[DeviceArena] = WeakSet()
 
@@ -59,6 +84,12 @@ class SharedPool:
     def drop(self) -> None:
         """Give the memory back; segments that tensors are in, once these are freed."""
         self.pool = None
+
+    def has_state_of(self, optimizer: Optimizer) -> bool:
+        """Return True if state of `optimizer` is in the slab."""
+        values = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+        parts = (part for value in values for part in list_parts(value))
+        return any(0 <= part.data_ptr() - self.slab_address < self.slab_bytes for part in parts)
 
     def begin(self, slab_bytes: int) -> "_Begun | None":
         """Return the beginning of a step that needs a slab of `slab_bytes`; None if tensors of another one are in it.
@@ -115,6 +146,10 @@ class DeviceArena:
         self._running: _Begun | None = None
         self._outside_bytes: int | None = None
         self._was_lost = False  # the step that has these bytes
+        self._parameters: list[ref[torch.Tensor]] = []
+        self._ended: _Begun | None = None  # the step whose backward pass has ended, until the next one begins
+        self._optimizing, self._is_serving = ExitStack(), False
+        optimizer_steps.install()
         shared.add(self)
 
     @property
@@ -145,9 +180,58 @@ class DeviceArena:
         """Return the stage that runs both passes, which have the calls of ``call_before``, in the arena."""
         return self
 
+    def has_optimizer(self, optimizer: Optimizer) -> bool:
+        """Return True if a parameter of `optimizer` is one of the step."""
+        own = {id(parameter) for parameter in self._list_parameters()}
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+    def begin_optimizer(self, optimizer: Optimizer) -> None:
+        """Serve the step of `optimizer` behind the last step from here on, or give the pool back if it may make state."""
+        self._held = ()  # autograd has copied them
+        ended, shared = self._ended, self.shared
+        known = shared.optimizers.setdefault(optimizer, _KnownOptimizer())
+        if ended is None or known.is_refused or shared.stream != torch.cuda.current_stream(shared.device):
+            return
+        gradients = sum(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+        if gradients <= known.gradients:
+            self._optimizing.enter_context(ended.enter())
+            self._is_serving = True
+            return
+        known.gradients = gradients
+        self._ended = ended = None
+        _copy_gradients(self._list_parameters(), shared.device)
+        shared.drop()
+        release_unused(shared.device)
+
+    def end_optimizer(self, optimizer: Optimizer, *, is_whole: bool) -> None:
+        """Serve none any more; after a step that was interrupted, the next one is outside."""
+        self._optimizing.close()
+        is_served, self._is_serving = self._is_serving, False
+        known = self.shared.optimizers[optimizer]
+        if not is_whole:
+            known.gradients = -1
+        if not is_served or known.is_checked:
+            return
+        known.is_checked = True
+        if self.shared.has_state_of(optimizer):
+            known.is_refused = True
+            self.shared.drop()
+            _LOG.warning(
+                "%s makes new state in each step, which lies in the arena now: from here on its temporaries are beside the arena",
+                type(optimizer).__name__,
+            )
+
+    def _list_parameters(self) -> list[torch.Tensor]:
+        return [parameter for kept in self._parameters if (parameter := kept()) is not None]
+
     def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
         """Run the forward pass, in the slab if there is room."""
-        self._held = ()
+        optimizer_steps.interrupt()
+        self._held, self._ended = (), None
+        if not self._parameters:
+            self._parameters = [ref(tensor) for tensor in static if isinstance(tensor, torch.nn.Parameter)]
+        if self.steering.serves_optimizer:
+            optimizer_steps.follow(self)  # not in the backward pass, which has a thread of its own
         begun = self.shared.begin(self.steering.slab_bytes)
         if begun is None:
             self._note_missed()
@@ -175,6 +259,8 @@ class DeviceArena:
                 self._outside_bytes, self._was_lost = begun.outside_bytes, begun.is_lost
             if begun.is_lost:
                 self._note_lost()
+            elif self.steering.serves_optimizer:
+                self._ended = begun
         if self._accumulate:
             self._held = gradients
         return gradients
@@ -221,6 +307,26 @@ def _allocate_in(pool: torch.cuda.MemPool, device: torch.device) -> Iterator[Non
     """Take memory of this thread from `pool` of `device`, which becomes the current one: ``allocate_raw`` knows no other."""
     with torch.cuda.device(device), torch.cuda.use_mem_pool(pool, device):
         yield
+
+
+def _copy_gradients(parameters: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Copy the gradients of `parameters` into one segment of the usual pool, which has no room for tensors that stay."""
+    dense = [p for p in parameters if p.grad is not None and _is_dense(p.grad)]
+    sizes = [DEFAULT.round_bytes(p.grad.numel() * p.grad.element_size()) for p in dense if p.grad is not None]
+    block, offset = torch.empty(DEFAULT.choose_segment_bytes(sum(sizes)), dtype=torch.uint8, device=device), 0
+    for parameter, size_bytes in zip(dense, sizes, strict=True):
+        gradient = parameter.grad
+        assert gradient is not None
+        used = block[offset : offset + gradient.numel() * gradient.element_size()].view(gradient.dtype)
+        parameter.grad = used.as_strided(gradient.size(), gradient.stride(), used.storage_offset()).copy_(gradient)
+        offset += size_bytes
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return True if `tensor` has all memory between its first and its last element."""
+    if tensor.layout is not torch.strided:
+        return False
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) == tensor.numel()
 
 
 def _find_placed(tensors: Sequence[Any]) -> list[StorageWeakRef]:

@@ -18,10 +18,10 @@ MIB = 2**20
 POOL = (0, 7)
 
 
-def training(*buffers: tuple[int, int, float]) -> Training:
-    """A step with buffers that begin and end at steps of its schedule, of so many MiB."""
+def training(*buffers: tuple[int, int, float], temporaries: Sequence[float] = ()) -> Training:
+    """A step with buffers that begin and end at steps of its schedule, and an optimizer's temporaries, of so many MiB."""
     made = tuple(Buffer(str(i), lower, upper, int(size * MIB)) for i, (lower, upper, size) in enumerate(buffers))
-    return Training(static=(), buffers=made)
+    return Training(static=(), buffers=made, temporaries=tuple(int(size * MIB) for size in temporaries))
 
 
 def holes(*places: tuple[float, float]) -> dict[int, Hole]:
@@ -41,7 +41,7 @@ class Replay:
         self.places: dict[int, Block] = {}
 
     def run(self) -> None:
-        """Run the step; what is left in use at its end is freed."""
+        """Run the step, and the optimizer if it is served; what the step has left in use is freed."""
         holds: dict[int, Block] = {}
         numbers = count()
         blocks: dict[int, Block] = {}
@@ -68,7 +68,12 @@ class Replay:
                     self.places[index] = replace(block)
                 elif time > number * moments:
                     self.allocator.free(blocks.pop(index))
-        for block in (*blocks.values(), *holds.values()):
+        for block in holds.values():
+            self.allocator.free(block)
+        temporaries = self.step.temporaries if self.steering.serves_optimizer else ()
+        for block in [self.allocator.allocate(size, pool=POOL) for size in temporaries]:
+            self.allocator.free(block)
+        for block in blocks.values():
             self.allocator.free(block)
 
 
@@ -77,9 +82,11 @@ BUFFERS = st.dictionaries(st.integers(0, 14), st.tuples(st.integers(1, 8), SIZES
 
 
 @settings(max_examples=150, deadline=None)
-@given(BUFFERS, st.sampled_from([LEAST_GRAIN_BYTES, 5 * MIB // 4, 3 * MIB // 2, 2 * MIB]))
-def test_requests_get_their_addresses_in_each_step(buffers: dict[int, tuple[int, float]], grain_bytes: int) -> None:
-    step = training(*((begin, begin + length, size) for begin, (length, size) in buffers.items()))
+@given(BUFFERS, st.sampled_from([LEAST_GRAIN_BYTES, 5 * MIB // 4, 3 * MIB // 2, 2 * MIB]), st.lists(SIZES, max_size=3))
+def test_requests_get_their_addresses_in_each_step(
+    buffers: dict[int, tuple[int, float]], grain_bytes: int, temporaries: list[float]
+) -> None:
+    step = training(*((begin, begin + length, size) for begin, (length, size) in buffers.items()), temporaries=temporaries)
     placed = [
         replace(buffer, size=compute_least_hole_bytes(buffer.size, grain_bytes), alignment=grain_bytes)
         for buffer in step.buffers
@@ -97,6 +104,15 @@ def test_requests_get_their_addresses_in_each_step(buffers: dict[int, tuple[int,
         assert replay.allocator.allocated.bytes == 0
         assert replay.allocator.count_pool_bytes(POOL) == steering.pool_bytes
     assert [segment for segment in replay.allocator if not segment.small] == [replay.slab]
+
+
+def test_the_optimizer_is_served_where_its_temporaries_fit_beside_the_gradients() -> None:
+    step = ((0, 2, 4), (1, 3, 4))  # of 12 MiB the second buffer, a gradient, keeps 4 in the middle
+    served = {
+        sizes: steer(training(*step, temporaries=sizes), holes((0, 4), (4, 4)), 12 * MIB).serves_optimizer
+        for sizes in ((), (4, 4), (2, 2, 4), (5,), (4, 4, 1.5))
+    }
+    assert served == {(): False, (4, 4): True, (2, 2, 4): True, (5,): False, (4, 4, 1.5): False}
 
 
 def test_nothing_is_done_where_best_fit_chooses_the_address() -> None:

@@ -1,6 +1,8 @@
 """Steps in an arena on CUDA, on a stand-in whose memory is handed out by the rules of PyTorch's allocator."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +11,11 @@ from torch import nn
 import planner
 from graphs.allocators.caching import DEFAULT_POOL
 from graphs.allocators.steering import is_placed, steer
+from graphs.allocators.training import compute_outside_pool_bytes, compute_reserved_in_arena_bytes
+from graphs.schedule import keep_everything
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.measure.optimizers import measure_optimizer
 from planner.measure.steps import get_loss
 from planner.measure.tracing import profile_capture
 from planner.memory.reserved import build_training
@@ -270,6 +275,88 @@ def test_compiled_step_reserves_at_most_the_planned_bytes(budget: str, arena: bo
         assert torch.cuda.max_memory_reserved() <= plan.reserved_bytes
         assert plan.arena_bytes is not None and "arena: " in str(plan)
         assert_as_eager(step, planned)
+
+
+class Wide(nn.Module):
+    """Two layers whose weights take 12 MiB each, the second used only once `deep` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.deep = nn.Linear(1024, 3072), nn.Linear(3072, 1024), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x)).sin()
+        return self.second(x).cos() if self.deep else x[:, :1024]
+
+
+def wide() -> Workload:
+    torch.manual_seed(0)
+    return on_device(Workload(Wide(), nn.MSELoss(), (torch.randn(1536, 1024), torch.randn(1536, 1024))))
+
+
+class Renewing(torch.optim.Optimizer):
+    """Makes its state anew in each step."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                state["mean"] = parameter.grad + state.get("mean", 0.0)
+                parameter.sub_(self.param_groups[0]["lr"] * state["mean"])
+
+
+def train(step: Workload, optimizer: torch.optim.Optimizer, loss: Callable[..., torch.Tensor], steps: int) -> None:
+    for _ in range(steps):
+        loss(*step.batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [partial(torch.optim.AdamW, foreach=True), Renewing])
+def test_an_optimizer_has_its_temporaries_in_the_slab(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    with cuda_device(), lines_of("planner.runtime.cuda.device_arena") as lines:
+        step = wide()
+        optimizer = kind(step.model.parameters(), lr=0.01)
+        planned = planner.compile(
+            *step, budget="90%", arena=True, optimizer=optimizer, compare_eager=False, wait="1 work", passes=1
+        )
+        plan, graph = planned.plan, planned.measured
+        assert graph is not None
+        training = build_training(graph, keep_everything(graph))
+        pool_bytes = plan.arena_bytes + plan.outside_arena_bytes
+        served_bytes = compute_reserved_in_arena_bytes(training, pool_bytes, serves_optimizer=True)
+        assert plan.reserved_bytes == served_bytes < compute_outside_pool_bytes(training) + pool_bytes
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        train(step, optimizer, planned, 4)
+        if kind is Renewing:
+            assert ["makes new state in each step" in line for line in lines] == [True]
+        else:
+            assert torch.cuda.max_memory_reserved() == plan.reserved_bytes and not lines
+        eager = wide()
+        train(eager, kind(eager.model.parameters(), lr=0.01), lambda x, y: eager.loss_fn(eager.model(x), y), 4)
+        assert all(map(torch.equal, step.model.parameters(), eager.model.parameters()))
+
+
+def test_state_of_parameters_that_get_a_gradient_later_is_outside_of_the_slab() -> None:
+    with cuda_device():
+        step = wide()
+        optimizer = torch.optim.AdamW(step.model.parameters(), foreach=True)
+        shared = SharedPool(torch.device("cuda:0"))
+        for deep in (False, True):
+            step.model.deep = deep
+            captured = profile_capture(
+                capture(*step, optimizer=measure_optimizer(optimizer, step.model.parameters())), step, PlanSettings(passes=1)
+            )
+            executor = Executor(captured, random_schedule(captured.graph, 0), step.model, step.loss_fn)
+            executor.use_arena(shared)
+            assert isinstance(executor.arena, DeviceArena) and executor.arena.steering.serves_optimizer
+            train(step, optimizer, lambda *batch: get_loss(executor(*batch)), 3)  # noqa: B023
+            assert executor.arena.missed == executor.arena.lost == 0 and not shared.has_state_of(optimizer)
+        assert len(optimizer.state) == 4
 
 
 def test_work_between_steps_may_use_the_slab_on_a_full_device() -> None:

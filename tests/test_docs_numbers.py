@@ -29,14 +29,11 @@ from tests.support.pages import PAGES, ROOT, name_of
 
 FREE = {"docs/formulation.md": "mathematics: values of variables, and numbers of rows, which test_formulation.py compares"}
 _COMPARED = "tests/test_docs_figures.py compares it"
-_COMMANDS = "commands that the page shows print it, and no results are committed"
 TABLES = {
     "| | the plan |": _COMPARED,
     "| on an H100, measured |": _COMPARED,
     "| model | budget | windows |": _COMPARED,
     "| budget | published |": "its first row is compared by tests/test_docs_figures.py; MONeT's figures are from its paper",
-    "| model | budget | allocated |": _COMMANDS,
-    "| | workspaces |": _COMMANDS,
 }
 _COMMENT = re.compile(r"<!-- numbers of (\S+)\n(.*?)-->", re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w.-]*[a-zA-Z_/])(?:(?=[%\s),;:.|]|$))")

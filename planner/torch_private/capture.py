@@ -188,14 +188,14 @@ def get_constant_key(key: Any) -> Any:
 
 
 def call_compiled_modules_by(wanted: Callable[[Any], bool], call: Callable[..., Any]) -> None:
-    """Make ``call(run, args, kwargs)`` call what ``torch.compile(module)`` returns for the backends that are `wanted`."""
+    """Make ``call(module, run, args, kwargs)`` call what ``torch.compile(module)`` returns for the backends that are `wanted`."""
     run = OptimizedModule.__call__
 
     def call_or_run(module: OptimizedModule, *args: Any, **kwargs: Any) -> Any:
         made_by = getattr(module.dynamo_ctx, "callback", None)
         if torch.compiler.is_compiling() or not callable(made_by) or not wanted(innermost_backend(made_by)):
             return run(module, *args, **kwargs)
-        return call(partial(run, module), args, kwargs)
+        return call(module._orig_mod, partial(run, module), args, kwargs)
 
     OptimizedModule.__call__ = call_or_run  # type: ignore[method-assign, assignment]
 

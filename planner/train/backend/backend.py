@@ -300,8 +300,8 @@ def _is_run_as_eager(translator: InstructionTranslatorBase) -> bool:
 keep_dynamo_as_eager_where(_is_run_as_eager, ExitStack())
 fix_sizes_where(_is_planned)
 ExitStack().enter_context(call_at_end(write_data_in_place_where(_is_planned, ExitStack())))
-# NumPy's random numbers are drawn by NumPy: Dynamo would take them from PyTorch's generator.
-configure_dynamo_where(_is_planned, use_numpy_random_stream=True, **GRADIENT_SETTINGS)
+# NumPy's random numbers are drawn by NumPy: Dynamo would take them from PyTorch's generator. It leaves out code with an LSTM.
+configure_dynamo_where(_is_planned, use_numpy_random_stream=True, allow_rnn=True, **GRADIENT_SETTINGS)
 carry_sparse_tensors_where(_is_planned)
 leave_random_objects_where(_is_planned)
 call_compiled_modules_by(_is_planner, call_model)

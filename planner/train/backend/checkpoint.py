@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from graphs.errors import PlannerError
-from graphs.short_tracebacks import shorten_traceback, warn_caller
+from graphs.short_tracebacks import shorten_traceback
 from planner.capture.frontend.joint import find_logging_methods
 from planner.capture.guards.messages import get_code
 from planner.capture.step import check_module
@@ -22,9 +22,7 @@ from planner.torch_private.capture import (
     FailOnRecompileLimitHit,
     OptimizedModule,
     capture_later,
-    count_captured_graphs,
     dynamo_config,
-    is_compiling_forbidden,
     list_recompile_reasons,
 )
 from planner.train.backend import backend
@@ -138,35 +136,21 @@ def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
         fail_on_recompile_limit_hit=True,  # instead of running without a plan
         optimize_ddp=False,  # it would split the graph by buckets
         ignore_logger_methods=find_logging_methods(),
-        allow_rnn=True,
     )
-
-    is_first = True
 
     @shorten_traceback
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_first
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return model._call_impl(*args, **kwargs)
-        before = count_captured_graphs()
         try:
             with settings, capture_later():
-                result = call_model(planned, args, kwargs)
+                return call_model(model, planned, args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, PlannerError):
                 raise error.inner_exception from None
             raise
         except FailOnRecompileLimitHit as error:
             raise PlannerError(_describe_changes(list_recompile_reasons(error))) from None
-        was_first, is_first = is_first, is_first and is_compiling_forbidden()
-        if was_first and not is_first and count_captured_graphs() == before:
-            warn_caller(
-                f"planner.checkpoint found no graph in {type(model).__name__}, which runs without a plan: nothing keeps its "
-                "memory within the budget. Dynamo captures nothing of a forward() with a graph break in a loop "
-                "(TORCH_LOGS=graph_breaks names it): take the line out of the loop, or train in a block of "
-                "planner.rematerialize(budget=...), which needs no graph"
-            )
-        return result
 
     setattr(call, _MARK, True)
     return call

@@ -8,9 +8,13 @@ from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
+from torch import nn
 
+from graphs.short_tracebacks import warn_caller
+from planner.torch_private.capture import count_captured_graphs, is_compiling_forbidden
 from planner.torch_private.core import pytree
 
 if TYPE_CHECKING:
@@ -30,6 +34,7 @@ class ModelCall:
     budget: "SharedBudget | None" = None
 
 
+_CALLED = WeakSet[nn.Module]()  # models without a planned graph in a call that could have captured one
 CALL: ContextVar[ModelCall | None] = ContextVar("CALL", default=None)  # the call that runs, if it is known
 
 
@@ -39,17 +44,33 @@ def get_outside() -> Collection[Any]:
     return () if call is None else call.outside
 
 
-def call_model(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what `model` returns, and count what its code beside the graphs keeps for the backward pass."""
-    call = ModelCall(frozenset(_iterate_nodes((args, kwargs))))
+def call_model(model: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what `run`, the compiled `model`, returns, and count what its code beside the graphs keeps for the backward pass.
+
+    The first call in which graphs could have been captured warns if there is none.
+    """
+    call, before = ModelCall(frozenset(_iterate_nodes((args, kwargs)))), count_captured_graphs()
     token = CALL.set(call)
     try:
-        returned = model(*args, **kwargs)
+        returned = run(*args, **kwargs)
     finally:
         CALL.reset(token)
+    nodes = list(_iterate_nodes(returned))
     if call.budget is not None:
-        call.budget.count_left_out(list(_iterate_nodes(returned)), call.outside)
+        call.budget.count_left_out(nodes, call.outside)
+    elif model not in _CALLED and not is_compiling_forbidden() and not call.outside.issuperset(nodes):
+        _CALLED.add(model)
+        if count_captured_graphs() == before:
+            _warn_of_no_graph(model)
     return returned
+
+
+def _warn_of_no_graph(model: nn.Module) -> None:
+    warn_caller(
+        f"no graph was found in {type(model).__name__}, which runs without a plan: nothing keeps its memory within the budget. "
+        "Dynamo captures nothing of a forward() with a graph break in a loop (TORCH_LOGS=graph_breaks names it): take the line "
+        "out of the loop, or train in a block of planner.rematerialize(budget=...), which needs no graph"
+    )
 
 
 def _iterate_nodes(values: object) -> Iterator[Any]:

@@ -53,7 +53,7 @@ SOLVE_WALK = (
         passed_by="planner.plans.solve",
     ),
     Call(4, "solvers.order.solve", "solve_in_best_order", "in program order, then in another"),
-    Call(5, "solvers.registry", "solve", "a method by its name", passed_by="planner.memory.allocated_budget"),
+    Call(5, "solvers.registry", "_solve", "a method by its name", passed_by="planner.memory.allocated_budget"),
     Call(6, "solvers.windows", "solve", "the exact solver"),
     Call(7, "solvers.windows.driver", "run", "stages of strategies"),
     Call(8, "solvers.windows.strategies.first_schedules", "step", "orders of executions, by rules"),

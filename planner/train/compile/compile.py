@@ -80,8 +80,8 @@ def compile(  # noqa: A001
         solver, tolerance, time_limit_s, reorder: as in ``planner.solve``.
         passes: number of times that each distinct op is timed.
         options: names of options that the schedule may use besides recomputation: ``offload``, ``chunks``, ``pack``, ``kernels``,
-            ``in-place``, ``compress:4``, ``placement`` (``docs/options``). None: the exact defaults (``in-place``). Some round
-            differently than eager PyTorch; ``plan.differs`` lists what does.
+            ``in-place``, ``compress:4``, ``placement``, ``overlap`` (``docs/options``). None: the exact defaults (``in-place``).
+            Some round differently than eager PyTorch; ``plan.differs`` lists what does.
         link: bytes a second to host memory and back, as ``50GB/s``. None: measured.
         host_budget: host memory for offloaded tensors: bytes, ``64GB``, or a share of what is free. If several
             processes train, each may use as much, and it must be an amount.
@@ -99,8 +99,8 @@ def compile(  # noqa: A001
         replan: plan again, with a warning, when the model, the loss function or a value that they read has changed. None: only
             where numbers or flags have changed, on one process and without CUDA graphs; other changes raise MismatchError.
             False: any change does. In each case a plan is kept where only arguments of ops differ.
-        compare_eager: compare the step with plain eager PyTorch if that fits, and warn where results differ (``EagerWarning``).
-            This takes as long as a few steps.
+        compare_eager: compare the step with plain eager PyTorch, or with FSDP2's, if that fits, and warn where results differ
+            (``EagerWarning``). This takes as long as a few steps.
         kernels: ``eager`` for the kernels of eager PyTorch, or ``inductor`` for those of ``torch.compile``; results are then
             bit-identical to its own.
         other_devices: devices for ``options=["placement"]``, as in ``planner.trace``.

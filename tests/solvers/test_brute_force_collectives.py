@@ -96,6 +96,22 @@ def test_relaxation_with_overlap_never_exceeds_the_brute_force_optimum(seeds: ra
     assert sum(map(check_models, found)) >= 0.4 * len(found)
 
 
+def test_no_row_makes_the_main_device_wait_for_a_gradient_that_only_a_reduction_lacks() -> None:
+    """Were the first gradient offloaded, it could come back beside the last op, and the reduction would run after that."""
+    draft, cost = Draft(), CollectiveCost(1.0, 0)
+    p = draft.add_static("p", 1)
+    (first,) = draft.add_op("first", [p], [4], time_s=9.0, phase=Phase.BACKWARD)
+    draft.add_op("peek", [first], [1], time_s=6.0, phase=Phase.BACKWARD)
+    (large,) = draft.add_op("large", [], [1], time_s=5.0, workspace_bytes=6, phase=Phase.BACKWARD)
+    (second,) = draft.add_op("second", [large], [1], time_s=1.0, phase=Phase.BACKWARD)
+    (last,) = draft.add_op("last", [large], [1], time_s=9.0, phase=Phase.BACKWARD)
+    unit = Unit("u", (Shard(p, 1, 1),), (first, second), 1, cost, cost)
+    program = OVERLAP.add_to(insert_units(draft.build_graph([]), [unit], [last]).graph, Surroundings())
+    graph = OFFLOAD.add_to(program, Surroundings(Link.even(1.0)))
+    for budget in (10, 12):
+        check_models(Case(budget, graph, budget, fastest_with_collectives(graph, budget)))
+
+
 def test_the_best_of_all_schedules_is_one() -> None:
     judged = 0
     for one in cases(range(40)):

@@ -237,4 +237,5 @@ def test_processes_share_a_cache_folder(tmp_path: Path) -> None:
 def write_fingerprint(cache: Path, file: Path) -> None:
     """Plan with a cache, and write the fingerprint of the graph that was planned."""
     warnings.simplefilter("error", UserWarning)
+    warnings.filterwarnings("ignore", "the captured step takes", UserWarning)  # a busy machine changes times
     file.write_text(compiled_with_cache(cache).plan.graph.fingerprint)

@@ -128,14 +128,17 @@ def insert_units(graph: Graph, units: Sequence[Unit], kept: Collection[int]) -> 
             tensors.append(replace(whole, id=len(tensors), name=f"{whole.name}.shard", size_bytes=shard.size_bytes, shape=()))
             tensors[whole.id] = replace(whole, kind=Kind.ACTIVATION, size_bytes=shard.whole_bytes)
         first = graph.ops[min(graph.consumers[shard.parameter][0] for shard in unit.shards)]
-        before.setdefault(first.id, []).append(_build_gather(unit, shards, first.phase))
+        gathered = tuple(shard.parameter for shard in unit.shards)
+        gather = _build_op(unit, GATHER, unit.name, unit.gather, tuple(map(shards.__getitem__, gathered)), gathered)
+        before.setdefault(first.id, []).append(replace(gather, phase=first.phase, recomputable=True))
         sums = tuple(range(len(tensors), len(tensors) + len(unit.sums)))
         for total in unit.sums:
-            after.setdefault(_find_last(graph, total.gradients), []).append(_build_addition(unit, total, len(tensors)))
+            addition = _build_op(unit, ADD, total.name, total.addition, total.gradients, ())
+            after.setdefault(_find_last(graph, total.gradients), []).append(replace(addition, mutates=(len(tensors),)))
             tensors.append(Tensor(len(tensors), total.name, total.size_bytes, (), Kind.BUFFER))
         if unit.reduction is not None:
             reduced.append(len(tensors))
-            reduction = _build_reduction(unit, unit.reduction, sums or unit.gradients, len(tensors))
+            reduction = _build_op(unit, REDUCE, unit.name, unit.reduction, sums or unit.gradients, (len(tensors),))
             after.setdefault(_find_last(graph, unit.gradients), []).append(reduction)
             tensors.append(Tensor(len(tensors), f"{unit.name}.gradients", unit.reduced_bytes, (), Kind.GRADIENT))
     sources: list[int | None] = []
@@ -162,43 +165,14 @@ def insert_units(graph: Graph, units: Sequence[Unit], kept: Collection[int]) -> 
     )
 
 
-def _build_gather(unit: Unit, shards: Mapping[int, int], phase: Phase) -> Op:
+def _build_op(unit: Unit, target: str, what: str, cost: CollectiveCost, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Op:
+    """Return an op of `unit` on `what`, executed once in the backward pass; its id is not known yet."""
     return Op(
         id=-1,
-        name=f"{unit.name}.gather",
-        target=GATHER,
-        inputs=tuple(shards[shard.parameter] for shard in unit.shards),
-        outputs=tuple(shard.parameter for shard in unit.shards),
-        time_s=unit.gather.time_s,
-        workspace_bytes=unit.gather.workspace_bytes,
-        phase=phase,
-        module=unit.name,
-    )
-
-
-def _build_addition(unit: Unit, total: Sum, written: int) -> Op:
-    return Op(
-        id=-1,
-        name=f"{total.name}.add",
-        target=ADD,
-        inputs=total.gradients,
-        outputs=(),
-        time_s=total.addition.time_s,
-        workspace_bytes=total.addition.workspace_bytes,
-        phase=Phase.BACKWARD,
-        recomputable=False,
-        mutates=(written,),
-        module=unit.name,
-    )
-
-
-def _build_reduction(unit: Unit, cost: CollectiveCost, gradients: tuple[int, ...], reduced: int) -> Op:
-    return Op(
-        id=-1,
-        name=f"{unit.name}.reduce",
-        target=REDUCE,
-        inputs=gradients,
-        outputs=(reduced,),
+        name=f"{what}.{target.rpartition('.')[2]}",
+        target=target,
+        inputs=inputs,
+        outputs=outputs,
         time_s=cost.time_s,
         workspace_bytes=cost.workspace_bytes,
         phase=Phase.BACKWARD,

@@ -38,6 +38,7 @@
 #include <c10/util/accumulate.h>
 #include <c10/util/bit_cast.h>
 #include <c10/util/flat_hash_map.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
 #include <torch/library.h>
@@ -1331,12 +1332,12 @@ void drop_hooks(PyObject* capsule) {
 }
 
 PyObject* pack(PyObject* self, PyObject* tensor) {
+  HANDLE_TH_ERRORS
   auto& hooks = hooks_of(self);
   auto& log = *hooks.log;
   if (!log.shared.open) {
     if (const auto records = log.records) {
-      PyObject* packed = records->pack(tensor);
-      if (packed != nullptr || PyErr_Occurred() != nullptr) {
+      if (PyObject* packed = records->pack(tensor)) {
         return packed;
       }
     }
@@ -1374,12 +1375,12 @@ PyObject* pack(PyObject* self, PyObject* tensor) {
   new (&logged->position) auto(log.saved.insert(log.saved.end(), logged));
   ++log.shared.saved;
   return reinterpret_cast<PyObject*>(logged);
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* unpack_recorded(const Hooks& hooks, PyObject* saved) {
   if (const auto records = hooks.log->records) {
-    PyObject* unpacked = records->unpack(saved);
-    if (unpacked != nullptr || PyErr_Occurred() != nullptr) {
+    if (PyObject* unpacked = records->unpack(saved)) {
       return unpacked;
     }
   }
@@ -1387,6 +1388,7 @@ PyObject* unpack_recorded(const Hooks& hooks, PyObject* saved) {
 }
 
 PyObject* unpack(PyObject* self, PyObject* saved) {
+  HANDLE_TH_ERRORS
   auto& hooks = hooks_of(self);
   if (Py_TYPE(saved) != logged_tensor_type()) {
     return unpack_recorded(hooks, saved);
@@ -1396,20 +1398,30 @@ PyObject* unpack(PyObject* self, PyObject* saved) {
     return unpack_recorded(hooks, logged->held);
   }
   return version_of(THPVariable_Unpack(logged->held)) == logged->version ? Py_NewRef(logged->held) : PyObject_CallOneArg(hooks.unpack, saved);
+  END_HANDLE_TH_ERRORS
+}
+
+std::shared_ptr<OpRecords> records_of(PyObject* capsule) {
+  return (*static_cast<std::shared_ptr<Log>*>(PyCapsule_GetPointer(capsule, nullptr)))->records;
 }
 
 // Forgets a tensor that autograd drops; returns False if Python has to do it.
 PyObject* release(PyObject* self, PyObject* saved) {
-  const auto records = (*static_cast<std::shared_ptr<Log>*>(PyCapsule_GetPointer(self, nullptr)))->records;
-  if (records && !records->release(saved)) {
-    return nullptr;
+  HANDLE_TH_ERRORS
+  const auto records = records_of(self);
+  if (records) {
+    records->release(saved);
   }
-  return Py_NewRef(records ? Py_True : Py_False);
+  return PyBool_FromLong(records != nullptr);
+  END_HANDLE_TH_ERRORS
 }
 
+// Enters ops into the ledger; returns False if Python has to do it.
 PyObject* enter_ops(PyObject* self, PyObject* pending) {
-  const auto records = (*static_cast<std::shared_ptr<Log>*>(PyCapsule_GetPointer(self, nullptr)))->records;
-  return records ? records->enter_ops(pending) : Py_NewRef(Py_False);
+  HANDLE_TH_ERRORS
+  const auto records = records_of(self);
+  return PyBool_FromLong(records && records->enter_ops(pending));
+  END_HANDLE_TH_ERRORS
 }
 
 } // namespace

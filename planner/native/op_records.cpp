@@ -287,43 +287,55 @@ class Records final : public OpRecords {
     if (!THPVariable_CheckExact(tensor) || THPVariable_Unpack(tensor).layout() != at::kStrided) {
       return Py_NewRef(tensor);
     }
-    return call_locked([&] { return pack_recorded(borrow(tensor)); }).release().ptr();
+    acquire.call(lock_);
+    const Unlocked at_the_end{*this, lock_};
+    return pack_recorded(borrow(tensor)).release().ptr();
   }
 
   PyObject* unpack(PyObject* saved) override {
     if (reinterpret_cast<PyObject*>(Py_TYPE(saved)) != saved_tensor_.type.ptr()) {
       return nullptr;
     }
-    return call_locked([&] { return unpack_resident(borrow(saved)); }).release().ptr();
+    acquire.call(lock_);
+    const Unlocked at_the_end{*this, lock_};
+    return unpack_resident(borrow(saved)).release().ptr();
   }
 
-  bool release(PyObject* saved) override {
-    try {
-      drop(saved);
-    } catch (py::error_already_set& error) {
-      error.restore();
+  bool enter_ops(PyObject* pending) override {
+    const auto ledger = ledger_.of(memory_);
+    auto* entered = find_ledger(ledger.ptr());
+    if (entered == nullptr) {
       return false;
+    }
+    const auto heuristic = heuristic_.of(ledger);
+    for (auto reference : borrow(pending).cast<py::list>()) {
+      if (const auto op = steal(PyObject_CallNoArgs(reference.ptr())); !op.is_none()) {
+        enter_op(*entered, heuristic, op);
+      }
     }
     return true;
   }
 
-  PyObject* enter_ops(PyObject* pending) override {
-    try {
-      const auto ledger = ledger_.of(memory_);
-      auto* entered = find_ledger(ledger.ptr());
-      if (entered == nullptr) {
-        return Py_NewRef(Py_False);
-      }
-      const auto heuristic = heuristic_.of(ledger);
-      for (auto reference : borrow(pending).cast<py::list>()) {
-        if (const auto op = steal(PyObject_CallNoArgs(reference.ptr())); !op.is_none()) {
-          enter_op(*entered, heuristic, op);
-        }
-      }
-      return Py_NewRef(Py_True);
-    } catch (py::error_already_set& error) {
-      error.restore();
-      return nullptr;
+  // Does what `SavedTensor._drop` does.
+  void release(PyObject* saved) override {
+    const auto storage = borrow(saved_tensor_.storage.in(saved));
+    const auto count = to_int(storage_.saved_count.of(storage)) - 1;
+    storage_.saved_count.set(storage, number(count));
+    remove(storage_.aliases.of(storage), saved_tensor_.number.of(saved));
+    if (const auto evicted = storage_.evicted_aliases.of(storage); !evicted.is_none()) {
+      remove(evicted, saved_tensor_.number.of(saved));
+    }
+    if (count > 0) {
+      return;
+    }
+    remove(saved_, identity_of(storage));
+    if (storage_.evicted.in(storage) == Py_True) {
+      mark_not_evicted.call(memory_, storage);
+    }
+    storage_.base.set(storage, py::none());
+    const auto watch = storage_.watch.of(storage);
+    if (watch.is_none() || PyWeakref_GetObject(watch.ptr()) == Py_None) {
+      log_release(storage, true);
     }
   }
 
@@ -422,18 +434,6 @@ class Records final : public OpRecords {
     size_t next = 0;
   };
 
-  template <typename Call>
-  py::object call_locked(Call call) {
-    try {
-      acquire.call(lock_);
-      const Unlocked at_the_end{*this, lock_};
-      return call();
-    } catch (py::error_already_set& error) {
-      error.restore();
-      return {};
-    }
-  }
-
   // Returns the handle of a tensor, as `Recorder.pack` does; null if no tensor is saved.
   py::object pack_recorded(const py::object& object) {
     settle_freed();
@@ -483,29 +483,6 @@ class Records final : public OpRecords {
     }
     touch_at(storage, read_s.of(memory_));
     return steal(THPVariable_Wrap(make_alias(THPVariable_Unpack(alias))));
-  }
-
-  // Forgets a saved tensor, as `SavedTensor._drop` does.
-  void drop(py::handle saved) {
-    const auto storage = borrow(saved_tensor_.storage.in(saved));
-    const auto count = to_int(storage_.saved_count.of(storage)) - 1;
-    storage_.saved_count.set(storage, number(count));
-    remove(storage_.aliases.of(storage), saved_tensor_.number.of(saved));
-    if (const auto evicted = storage_.evicted_aliases.of(storage); !evicted.is_none()) {
-      remove(evicted, saved_tensor_.number.of(saved));
-    }
-    if (count > 0) {
-      return;
-    }
-    remove(saved_, identity_of(storage));
-    if (storage_.evicted.in(storage) == Py_True) {
-      mark_not_evicted.call(memory_, storage);
-    }
-    storage_.base.set(storage, py::none());
-    const auto watch = storage_.watch.of(storage);
-    if (watch.is_none() || PyWeakref_GetObject(watch.ptr()) == Py_None) {
-      log_release(storage, true);
-    }
   }
 
   static void remove(py::handle dictionary, py::handle key) {

@@ -50,7 +50,7 @@ enum class Recorded {
   kLeft, // it was not executed, or it failed: the recorder goes on
 };
 
-// The functions need Python's interpreter lock unless they say something else.
+// The functions need Python's interpreter lock unless they say something else, and throw Python's errors.
 class OpRecords {
  public:
   virtual ~OpRecords() = default;
@@ -61,17 +61,16 @@ class OpRecords {
   // Takes the record of an op, without its tensors, as the pattern for further ones of the same key.
   virtual void learn(const Key& key, PyObject* pattern) = 0;
 
-  // The hooks on saved tensors; see planner.train.eager.saved_tensors. They return null, with Python's error set, on failure, and
-  // null without one if Python has to do it: to pack the first tensor of a step, or to unpack one that is evicted or overwritten.
+  // The hooks on saved tensors; see planner.train.eager.saved_tensors. They return null if Python has to do it: to pack the first
+  // tensor of a step, or to unpack one that is evicted or overwritten.
   virtual PyObject* pack(PyObject* tensor) = 0;
   virtual PyObject* unpack(PyObject* saved) = 0;
 
-  // Forgets a saved tensor that autograd drops; returns false, with Python's error set, on failure.
-  virtual bool release(PyObject* saved) = 0;
+  // Forgets a saved tensor that autograd drops.
+  virtual void release(PyObject* saved) = 0;
 
-  // Enters recorded ops into the ledger, if it is one of ledger.cpp: `Memory.enter_ops`. Returns True, or False if Python has to do
-  // it; null, with Python's error set, on failure.
-  virtual PyObject* enter_ops(PyObject* pending) = 0;
+  // Enters recorded ops into the ledger, if it is one of ledger.cpp: `Memory.enter_ops`. Returns false if Python has to do it.
+  virtual bool enter_ops(PyObject* pending) = 0;
 };
 
 // The ledger of evictions; ledger.cpp describes it.

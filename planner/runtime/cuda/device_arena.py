@@ -64,6 +64,7 @@ class SharedPool:
         slab_bytes, slab_address: size and first address of its slab.
         stream: the stream that its memory is for.
         left: the results of the last step in it.
+        ended: the last step, if the optimizer may be served behind it, until the next one begins.
         optimizers: what is known of those that have stepped.
     """
 
@@ -73,6 +74,7 @@ class SharedPool:
         self.slab_bytes = self.slab_address = 0
         self.stream: torch.cuda.Stream | None = None
         self.left: list[StorageWeakRef] = []
+        self.ended: _Begun | None = None
         self.optimizers: WeakKeyDictionary[Optimizer, _KnownOptimizer] = WeakKeyDictionary()
         self._begun: ref[_Begun] | None = None  # the last step
         self._arenas: WeakSet[DeviceArena] = WeakSet()
@@ -83,7 +85,7 @@ class SharedPool:
 
     def drop(self) -> None:
         """Give the memory back; segments that tensors are in, once these are freed."""
-        self.pool = None
+        self.pool = self.ended = None
 
     def has_state_of(self, optimizer: Optimizer) -> bool:
         """Return True if state of `optimizer` is in the slab."""
@@ -97,6 +99,7 @@ class SharedPool:
         Raises:
             torch.OutOfMemoryError: there is no such memory.
         """
+        self.ended = None  # which holds its pool
         self.left = [storage for storage in self.left if not storage.expired()]
         last = None if self._begun is None else self._begun()
         if self.left or (last is not None and not last.is_over):
@@ -147,7 +150,6 @@ class DeviceArena:
         self._outside_bytes: int | None = None
         self._was_lost = False  # the step that has these bytes
         self._parameters: list[ref[torch.Tensor]] = []
-        self._ended: _Begun | None = None  # the step whose backward pass has ended, until the next one begins
         self._optimizing, self._is_serving = ExitStack(), False
         optimizer_steps.install()
         shared.add(self)
@@ -188,17 +190,16 @@ class DeviceArena:
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Serve the step of `optimizer` behind the last step from here on, or give the pool back if it may make state."""
         self._held = ()  # autograd has copied them
-        ended, shared = self._ended, self.shared
+        shared = self.shared
         known = shared.optimizers.setdefault(optimizer, _KnownOptimizer())
-        if ended is None or known.is_refused or shared.stream != torch.cuda.current_stream(shared.device):
+        if shared.ended is None or known.is_refused or shared.stream != torch.cuda.current_stream(shared.device):
             return
         gradients = sum(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
         if gradients <= known.gradients:
-            self._optimizing.enter_context(ended.enter())
+            self._optimizing.enter_context(shared.ended.enter())
             self._is_serving = True
             return
         known.gradients = gradients
-        self._ended = ended = None
         _copy_gradients(self._list_parameters(), shared.device)
         shared.drop()
         release_unused(shared.device)
@@ -227,7 +228,7 @@ class DeviceArena:
     def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
         """Run the forward pass, in the slab if there is room."""
         optimizer_steps.interrupt()
-        self._held, self._ended = (), None
+        self._held = ()
         if not self._parameters:
             self._parameters = [ref(tensor) for tensor in static if isinstance(tensor, torch.nn.Parameter)]
         if self.steering.serves_optimizer:
@@ -260,7 +261,7 @@ class DeviceArena:
             if begun.is_lost:
                 self._note_lost()
             elif self.steering.serves_optimizer:
-                self._ended = begun
+                self.shared.ended = begun
         if self._accumulate:
             self._held = gradients
         return gradients

@@ -342,10 +342,10 @@ def test_an_optimizer_has_its_temporaries_in_the_slab(kind: Callable[..., torch.
 
 
 def test_state_of_parameters_that_get_a_gradient_later_is_outside_of_the_slab() -> None:
-    with cuda_device():
+    with cuda_device() as cuda:
         step = wide()
         optimizer = torch.optim.AdamW(step.model.parameters(), foreach=True)
-        shared = SharedPool(torch.device("cuda:0"))
+        shared, executors = SharedPool(torch.device("cuda:0")), list[Executor]()
         for deep in (False, True):
             step.model.deep = deep
             captured = profile_capture(
@@ -354,8 +354,11 @@ def test_state_of_parameters_that_get_a_gradient_later_is_outside_of_the_slab() 
             executor = Executor(captured, random_schedule(captured.graph, 0), step.model, step.loss_fn)
             executor.use_arena(shared)
             assert isinstance(executor.arena, DeviceArena) and executor.arena.steering.serves_optimizer
+            executors.append(executor)  # plans of other sizes stay
             train(step, optimizer, lambda *batch: get_loss(executor(*batch)), 3)  # noqa: B023
             assert executor.arena.missed == executor.arena.lost == 0 and not shared.has_state_of(optimizer)
+            pools = [segment.pool for segment in cuda.memories[0].allocator if segment.pool != DEFAULT_POOL]
+            assert shared.pool is not None and set(pools) == {shared.pool.id}  # that of the smaller slab is gone
         assert len(optimizer.state) == 4
 
 

@@ -50,7 +50,12 @@ def shorten(error: PlannerError, handled: BaseException | None = None) -> None:
     if error.__cause__ is None or isinstance(error.__cause__, PlannerError) or _is_internal(error.__cause__):
         error.__cause__, error.__context__, error.__suppress_context__ = None, handled, handled is None
     for one in causes(error):
-        one.__traceback__ = _keep_users_part(one.__traceback__)
+        one.__traceback__ = _leave_out(one.__traceback__, _is_inside)
+
+
+def hide_frames(error: BaseException) -> None:
+    """Remove the frames of this project from the traceback of `error`, where it stands around code of others."""
+    error.__traceback__ = _leave_out(error.__traceback__, _is_ours)
 
 
 def _is_internal(error: BaseException) -> bool:
@@ -58,12 +63,12 @@ def _is_internal(error: BaseException) -> bool:
     return type(error).__module__.startswith("torch._dynamo")
 
 
-def _keep_users_part(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this project and of libraries."""
+def _leave_out(frames: TracebackType | None, unwanted: Callable[[str], bool]) -> TracebackType | None:
+    """Return a traceback without the frames whose files are `unwanted`."""
     if frames is None:
         return None
-    rest = _keep_users_part(frames.tb_next)
-    if _is_inside(frames.tb_frame.f_code.co_filename):
+    rest = _leave_out(frames.tb_next, unwanted)
+    if unwanted(frames.tb_frame.f_code.co_filename):
         return rest
     return TracebackType(rest, frames.tb_frame, frames.tb_lasti, frames.tb_lineno)
 
@@ -77,5 +82,9 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
+def _is_ours(path: str) -> bool:
+    return path.startswith(_OURS)
+
+
 def _is_inside(path: str) -> bool:
-    return path.startswith(_OURS) or any(f"/site-packages/{name}/" in path for name in _LIBRARIES)
+    return _is_ours(path) or any(f"/site-packages/{name}/" in path for name in _LIBRARIES)

@@ -143,6 +143,7 @@ from torch._inductor import config as inductor_config  # random numbers as eager
 from torch.autograd.graph import GradientEdge
 
 from graphs.errors import PlannerError
+from graphs.short_tracebacks import hide_frames
 from planner.torch_private.core import pytree
 from planner.torch_private.patches import wrap_for_good
 
@@ -193,9 +194,13 @@ def call_compiled_modules_by(wanted: Callable[[Any], bool], call: Callable[..., 
 
     def call_or_run(module: OptimizedModule, *args: Any, **kwargs: Any) -> Any:
         made_by = getattr(module.dynamo_ctx, "callback", None)
-        if torch.compiler.is_compiling() or not callable(made_by) or not wanted(innermost_backend(made_by)):
-            return run(module, *args, **kwargs)
-        return call(module._orig_mod, partial(run, module), args, kwargs)
+        try:
+            if torch.compiler.is_compiling() or not callable(made_by) or not wanted(innermost_backend(made_by)):
+                return run(module, *args, **kwargs)
+            return call(module._orig_mod, partial(run, module), args, kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     OptimizedModule.__call__ = call_or_run  # type: ignore[method-assign, assignment]
 

@@ -143,8 +143,10 @@ def collect_graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     graph = keep_traced_ops(graph, list_exact_ops(graph)) if exact else graph
     summary = summarize(graph)
     devices = [device.exactly if exact else device for device in decode_devices(graph.provenance)]
-    found = remove_placement(remove_offload(graph)[0])  # only the options that were found when it was traced
-    traced = {name: _collect_option_facts(restrict_to(found, (name,))) for name in list_traced_options(graph)}
+    traced = {
+        name: _collect_option_facts(restrict_to(remove_placement(remove_offload(graph)[0]), (name,)))
+        for name in list_traced_options(graph)
+    }
     graph = remove_options(graph).out_of_place()
     whole = OFFLOAD.add_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
     order = find_order(graph).graph

@@ -92,8 +92,9 @@ def test_ours_stands_in_front_and_the_axis_is_theirs(drawn: list[Any]) -> None:
     ours = lines["remat-planner"]
     assert all(ours.get_linewidth() > line.get_linewidth() for line in lines.values() if line is not ours)
     assert axes.get_xlabel() == "peak memory in MB"
-    # A method that takes 1.68 times as long is at the edge, and said to be above it.
-    assert axes.get_ylim()[1] < 1.68 and "above the axis, up to 1.68x" in lines
+    # The slowest method is at the edge, and said to be above it.
+    slowest = max(row.time_s / row.base_s for row in rows if row.time_s and row.base_s)
+    assert axes.get_ylim()[1] < slowest and f"above the axis, up to {slowest:.2f}x" in lines
     named = [label for label in lines if label != "None" and not label.startswith("_")]
     assert named[0] == "remat-planner" and len(named) <= 8
 

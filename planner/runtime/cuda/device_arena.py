@@ -200,7 +200,8 @@ class DeviceArena:
             self._is_serving = True
             return
         known.gradients = gradients
-        _copy_gradients(self._list_parameters(), shared.device)
+        if not self._accumulate:  # else they are copies already
+            _copy_gradients(self._list_parameters(), shared.device)
         shared.drop()
         release_unused(shared.device)
 

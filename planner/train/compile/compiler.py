@@ -408,12 +408,7 @@ class Compiler:
         """Return `plan` with its comparison with eager PyTorch, if requested; return freed memory to the system."""
         eager = None
         if self.compare_eager and not self.wrapper.sums_gradients:
-            step = TrainingStep(self.wrapper.module, self.loss_fn)
-
-            def planned(*args: object, **kwargs: object) -> Any:
-                self.wrapper.reshard()
-                return executor(*args, **kwargs)
-
+            step, planned = TrainingStep(self.wrapper.module, self.loss_fn), partial(self._run_sharded, executor)
             with self.stages.run_stage(Stage.COMPARE):
                 eager = compare_with_eager(captured, planned, step, batch, plan=plan, together=self.wrapper.together)
         if executor.device.type == "cuda" and not library_users:
@@ -422,6 +417,11 @@ class Compiler:
         plan = replace(plan, eager=eager)
         warn_of_differences(plan)
         return plan
+
+    def _run_sharded(self, executor: Executor, *args: object, **kwargs: object) -> Any:
+        """Run a step by its plan, which takes shards: FSDP2's own step before it leaves parameters gathered."""
+        self.wrapper.reshard()
+        return executor(*args, **kwargs)
 
     def _build_executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
         """Return the executor of `plan`, and its measured peak."""

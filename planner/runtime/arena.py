@@ -177,7 +177,7 @@ class Arena:
 
     def has_optimizer(self, optimizer: Optimizer) -> bool:
         """Return True if a parameter of `optimizer` is one of the last step."""
-        return any(id(parameter) in self._given for group in optimizer.param_groups for parameter in group["params"])
+        return optimizer_steps.has_any(optimizer, self._given)
 
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Serve the step of `optimizer` behind the last step from here on; record it if it is not known."""

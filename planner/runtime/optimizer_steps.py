@@ -6,7 +6,7 @@ taken to be over when a planned step, or another one of an optimizer, begins in 
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import cache
 from typing import Any, Protocol
 from weakref import ref
@@ -51,6 +51,11 @@ def install() -> None:
     """Put the hooks in place; they are no part of steps that are compiled."""
     register_optimizer_step_pre_hook(torch.compiler.disable(_begin_step))
     register_optimizer_step_post_hook(torch.compiler.disable(_end_step))
+
+
+def has_any(optimizer: Optimizer, parameters: Container[int]) -> bool:
+    """Return True if `optimizer` has one of `parameters`, given by id."""
+    return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
 
 
 def follow(server: OptimizerServer) -> None:

@@ -184,8 +184,7 @@ class DeviceArena:
 
     def has_optimizer(self, optimizer: Optimizer) -> bool:
         """Return True if a parameter of `optimizer` is one of the step."""
-        own = {id(parameter) for parameter in self._list_parameters()}
-        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        return optimizer_steps.has_any(optimizer, {id(parameter) for parameter in self._list_parameters()})
 
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Serve the step of `optimizer` behind the last step from here on, or give the pool back if it may make state."""

@@ -157,17 +157,22 @@ class ShardedUnit:
                 f"the trained parameters of {self.name} are {' and '.join(sorted(map(str, dtypes | shard_dtypes)))}: fully_shard "
                 "reduces those of one dtype together"
             )
-        dtype = self._group.mp_policy.reduce_dtype or dtypes.pop()
+        dtype, device = self._group.mp_policy.reduce_dtype or dtypes.pop(), parameters[0].sharded.device.type
         before, after, op, op_of_replicas = get_gradient_divide_factors(
             self._mesh.shard_process_group,
             replicas,
             dtype,
-            parameters[0].sharded.device.type,
+            device,
             self._group.gradient_divide_factor,
             self._group.force_sum_reduction_for_comms,
         )
         packed, group = tuple(p.packed for p in parameters), self._mesh.shard_process_group
-        return Reduction(packed, group, replicas, dtype, shard_dtypes.pop(), (before, after), (op, op_of_replicas))
+        between = None
+        if device == "cpu" and op == dist.ReduceOp.AVG:  # gloo sums and divides, with the same bits, in memory of its own
+            between, op = group.size(), dist.ReduceOp.SUM
+            if replicas is not None:
+                after, op_of_replicas = replicas.size(), dist.ReduceOp.SUM
+        return Reduction(packed, group, replicas, dtype, shard_dtypes.pop(), (before, between, after), (op, op_of_replicas))
 
 
 def _check_group(group: Any, name: str) -> None:

@@ -265,10 +265,10 @@ def check_sums_over_budget(rank: int) -> None:
         step(*batch)
 
 
-def check_peak_in_a_reduction(rank: int) -> None:
-    """Where a reduction holds the most, gloo's division by the number of processes counts too."""
+def check_peak_in_a_reduction(rank: int, *, settings: dict[str, Any] = SETTINGS) -> None:
+    """Where a reduction holds the most, its division by the number of processes counts too, also in another thread."""
     torch.manual_seed(0)
-    step = train(rank, Net(vocabulary=3000), shard, budget="100%", tokens=1)
+    step = train(rank, Net(vocabulary=3000), shard, budget="100%", tokens=1, settings=settings)
     graph, schedule = step._executor.graph, step.plan.schedule
     memory_bytes = simulate(graph, schedule).memory_bytes
     peak = memory_bytes.index(max(memory_bytes))
@@ -465,7 +465,8 @@ def test_two_processes_train_as_fsdp2(tmp_path: Path) -> None:
 
 def test_collectives_overlap_with_computation(tmp_path: Path) -> None:
     tied = partial(check_overlap, model={"tied": True, "frozen": True})
-    on_processes(2, (tied, partial(check_overlap, settings=OFFLOAD)), tmp_path)
+    peak = partial(check_peak_in_a_reduction, settings=OVERLAP)
+    on_processes(2, (tied, partial(check_overlap, settings=OFFLOAD), peak), tmp_path)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from planner.capture.trace import capture
 from planner.measure.pool_memory import measure_peak
 from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor
+from planner.runtime.transfers.calls import CallChannel
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.cuda_channels import StreamChannel, StreamTransfer
 from planner.runtime.transfers.transfers import Transfer
@@ -154,6 +156,38 @@ def test_host_memory_is_not_unlocked_while_a_copy_uses_it() -> None:
         del host, out, copies
         gc.collect()
         assert not cuda.locked
+
+
+class Doubling:
+    """A call as a collective is one: it takes a buffer and the memory of its result, and fills them later."""
+
+    def begin(self, given: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        buffer, result = torch.empty_like(given), torch.empty_like(given)
+
+        def fill() -> None:
+            buffer.copy_(given)
+            torch.add(buffer, given, out=result)
+
+        return result, fill
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_on_a_stream_start_behind_the_computation_and_are_waited_for(order: Order, seed: int) -> None:
+    with cuda_device(order=order, seed=seed):
+        channel = CallChannel("collectives", CUDA)
+        value = torch.ones(1000, device=CUDA)
+        for turn in range(5):
+            call = channel.transfer()
+            made = call.start(Doubling(), value + turn)  # what it reads is held until it is waited for
+            torch.full((1000,), torch.nan, device=CUDA)  # not in its memory
+            call.finish()
+            torch.full((1000,), torch.nan, device=CUDA)  # in that of its buffer, which the call has read before
+            assert torch.equal(made.cpu(), torch.full((1000,), 2.0 + 2 * turn))
+            dropped = channel.transfer()
+            dropped.start(Doubling(), made)
+            del dropped  # a step that was dropped: the computation waits before the memory can be taken again
+            value = torch.ones(1000, device=CUDA)
 
 
 @pytest.mark.gpu

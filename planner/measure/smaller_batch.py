@@ -3,8 +3,9 @@
 Capturing a step again takes seconds, and runs the model's Python code. But sizes that are constants of the program, as those of a
 mask, are those of the batch that was captured, and which of them have to do with its rows is not known. So each value is kept in
 all the shapes that it may have: by the constants as they are, and by each that is a multiple of the rows made smaller. Shapes
-that do not go together at an op are dropped there. The largest that is left counts; where none is left, the captured one. Sizes
-of a reshape follow from its input: a size that is less belongs to the one whose strides cover it.
+that do not go together at an op are dropped there, and then, from the last op to the first, those that no op reads. The largest
+that is left counts; where none is left, the captured one. Sizes of a reshape follow from its input: a size that is less belongs
+to the one whose strides cover it.
 
 Known weakness: Python code that does something else for few rows is not noticed.
 """
@@ -26,9 +27,10 @@ from planner.memory.reserved import predict_eager_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.torch_private.core import OpOverload, disable_current_modes
 
-_SIZES = {"size", "sizes", "shape", "input_sizes", "self_size"}  # names of arguments of operators
+# Names of arguments of operators.
+_SIZES = {"size", "sizes", "shape", "input_size", "input_sizes", "self_size", "N", "n", "repeats", "split_size", "split_sizes"}
 _RESHAPES = {torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
-_MOST_COMBINATIONS = 16  # of what the inputs of an op may be: with more, the captured sizes count
+_MOST_COMBINATIONS = 64  # of what the inputs of an op may be: with more, the captured sizes count
 _META = torch.device("meta")
 
 
@@ -91,6 +93,7 @@ class _Sizes:
         found: bytes by tensor, where they are less than captured.
         forms: by tensor, all that it may be.
         rows: those of the batch that was captured, and of the smaller one.
+        ways: by statement, its inputs and the shapes that go together; none if they are not known.
     """
 
     graph: Graph
@@ -98,6 +101,7 @@ class _Sizes:
     found: dict[int, int] = field(default_factory=dict)
     forms: dict[int, list[_Form]] = field(default_factory=dict)
     rows: tuple[int, int] = (1, 1)
+    ways: list[tuple[Sequence[int], list[dict[int, torch.Size]]]] = field(default_factory=list)
     _known: dict[str, Any] = field(default_factory=dict)  # results by call: layers repeat them
 
     def run(self, static: Sequence[torch.Tensor | None]) -> None:
@@ -106,25 +110,38 @@ class _Sizes:
             whole = part = self._make_captured(source.tensor) if value is None else value.detach().to(_META)
             if source.kind is Kind.INPUT and part.shape != (planned := self.graph.tensors[source.tensor]).shape:
                 self.rows, whole = (planned.shape[0], part.shape[0]), self._make_captured(source.tensor)
-            self._note(source.tensor, [_Form(whole, part)])
+            self.forms[source.tensor] = [_Form(whole, part)]
         for op in self.graph.ops:
             for statement in self.program.calls[op.id].statements:
                 if statement.value is not None:
                     self._execute(statement)
+        self._drop_unread()
+        for tensor, forms in self.forms.items():
+            self._note(tensor, forms)
 
     def _execute(self, statement: Statement) -> None:
         """Note all that the outputs of a statement may be."""
         read = read_by(statement.value)
-        combinations = list(product(*(self.forms[t] for t in read)))
-        found: dict[int, list[_Form]] = {t: [] for t, _ in statement.outputs}
-        for forms in combinations if len(combinations) <= _MOST_COMBINATIONS else ():
-            for made in self._evaluate(statement.value, dict(zip(read, forms, strict=True))):
-                for t, path in statement.outputs:
-                    form = made.get_item(path)
-                    if isinstance(form.part, torch.Tensor) and all(other.part.shape != form.part.shape for other in found[t]):
-                        found[t].append(form)
-        for t, known in found.items():
-            self._note(t, known or [_Form(self._make_captured(t), self._make_captured(t))])
+        choices = [self.forms[t] for t in read]
+        ways = list[dict[int, _Form]]()
+        for forms in product(*choices) if math.prod(map(len, choices)) <= _MOST_COMBINATIONS else ():
+            known = dict(zip(read, forms, strict=True))
+            for made in self._evaluate(statement.value, known):
+                way = known | {t: made.get_item(path) for t, path in statement.outputs}
+                if all(isinstance(form.part, torch.Tensor) for form in way.values()):
+                    ways.append(way)
+        for t, _ in statement.outputs:
+            known = {way[t].part.shape: way[t] for way in ways}
+            self.forms[t] = [*known.values()] or [_Form(self._make_captured(t), self._make_captured(t))]
+        self.ways.append((read, [{t: form.part.shape for t, form in way.items()} for way in ways]))
+
+    def _drop_unread(self) -> None:
+        """Drop what a tensor cannot be, as a later op does not take it."""
+        for read, ways in reversed(self.ways):
+            shapes = {t: {form.part.shape for form in self.forms[t]} for t in (ways[0] if ways else ())}
+            left = [way for way in ways if all(shape in shapes[t] for t, shape in way.items())]
+            for t in read if left else ():
+                self.forms[t] = [form for form in self.forms[t] if form.part.shape in {way[t] for way in left}]
 
     def _evaluate(self, value: Any, known: Mapping[int, _Form]) -> Iterator[_Form]:
         """Yield all that an argument may be, if the tensors that it reads are `known`."""
@@ -167,25 +184,23 @@ class _Sizes:
         return self._known[key]
 
     def _list_arguments(self, target: object, whole: Sequence[Any], part: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Yield arguments as they are, and with the number of rows, or each size that is a multiple of it, made smaller."""
+        """Yield arguments as they are, and with the number of rows, or any sizes that are multiples of it, made smaller."""
         names = [argument.name for argument in target._schema.arguments] if isinstance(target, OpOverload) else []
+        counted = _SIZES | {"end"} if names[:1] in (["end"], ["start"]) else _SIZES  # indices of rows
         captured_rows, rows = self.rows
-        if isinstance(target, OpOverload) and target.overloadpacket is torch.ops.aten.arange:  # indices of rows
-            end = names.index("end")
-            yield from (part, [*part[:end], rows, *part[end + 1 :]])[: 1 + (part[end] == captured_rows)]
-            return
-        place = next((place for place, name in enumerate(names[: len(part)]) if name in _SIZES), None)
+        place = next((place for place, name in enumerate(names[: len(part)]) if name in counted), None)
         if place is None:
             yield part
             return
         if target in _RESHAPES:
             yield from ([part[0], sizes] for sizes in _list_resized(whole[0].shape, part[0].shape, part[1], self.rows))
             return
-        yield part
-        for i, size in enumerate(part[place]):
-            if isinstance(size, int) and size > 0 and size % captured_rows == 0:
-                sizes = [*part[place][:i], size // captured_rows * rows, *part[place][i + 1 :]]
-                yield [*part[:place], sizes, *part[place + 1 :]]
+        sizes = part[place] if isinstance(part[place], list | tuple) else [part[place]]
+        is_multiple = (isinstance(n, int) and n > 0 and n % captured_rows == 0 for n in sizes)
+        for new in product(
+            *((n, n // captured_rows * rows) if more else (n,) for n, more in zip(sizes, is_multiple, strict=True))
+        ):
+            yield [*part[:place], new if isinstance(part[place], list | tuple) else new[0], *part[place + 1 :]]
 
     def _make_captured(self, tensor: int) -> torch.Tensor:
         """Return a value in the captured shape."""
@@ -193,8 +208,7 @@ class _Sizes:
         return torch.empty(planned.shape, dtype=getattr(torch, planned.dtype or "uint8"), device=_META)
 
     def _note(self, tensor: int, forms: list[_Form]) -> None:
-        """Note all that a tensor may be, and its bytes relative to the captured ones: kernels may allocate more than it needs."""
-        self.forms[tensor] = forms
+        """Note the bytes of a tensor relative to the captured ones: kernels may allocate more than it needs."""
         planned, most = self.graph.tensors[tensor], max(form.part.numel() for form in forms)
         elements = math.prod(planned.shape)
         if most < elements:

@@ -68,7 +68,21 @@ def convolution() -> tuple[nn.Module, Any, Any]:
     return model, F.cross_entropy, lambda n: (torch.randn(n, 3, 8, 8), torch.randint(4, (n,)))
 
 
+class Pairs(nn.Module):
+    """Two views of each image go through one encoder, with groups of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.Upsample(scale_factor=2), nn.AvgPool2d(12))
+        self.attention = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.attention(self.encoder(torch.cat([x, -x])).flatten(2).permute(2, 0, 1)).chunk(2, dim=1)
+        return (one - other.detach()).square().mean()
+
+
 STEPS = {
+    "pairs": (lambda: (Pairs(), None, lambda n: (torch.randn(n, 3, 14, 14),)), 0.0),
     "gpt": (gpt, 0.0),
     "convolution": (convolution, 0.0),
     "indexed": (lambda: (Indexed(), None, lambda n: (torch.randn(n, 11, 8), torch.rand(n, 11) > 0.5)), 0.0),

@@ -112,8 +112,9 @@ class PlannedTrainerMixin:
         given = _model_arguments(ordinary, loss_inputs)
         return self._loss(model, loss_fn, {**given, "loss_inputs": loss_inputs})
 
-    def _return_loss(self, model: nn.Module, **given: Any) -> dict[str, Any]:
-        return {"loss": self._loss(model, None, given)}
+    def _return_loss(self, model: nn.Module, **given: Any) -> Any:
+        outputs = self._loss(model, None, given)
+        return outputs if isinstance(outputs, dict | tuple) else {"loss": outputs}
 
     def _smoothed(self, model: nn.Module, ordinary: Callable[..., Any], inputs: dict[str, Any], items: Any) -> Any:
         """Return the loss of the trainer's ``LabelSmoother`` on the model's outputs: both are in the plan.
@@ -170,7 +171,7 @@ class _TrainerView:
         if self._bar is not None and (progress.event is not Event.ADVANCE or progress.seconds >= self._next_s):
             self._next_s = progress.seconds + _BAR_EVERY_S
             self._bar.set_postfix_str("" if progress.event in (Event.DONE, Event.FAILED) else describe(progress))
-        if progress.event is not Event.BEGIN:
+        if progress.event in (Event.DONE, Event.FAILED):
             self._write(progress)
 
     def _write(self, progress: Progress) -> None:

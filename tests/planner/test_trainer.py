@@ -55,6 +55,25 @@ def test_adafactor_trains_as_without_a_plan(tmp_path: Path) -> None:
     assert plan.measured_peak_bytes <= plan.budget_bytes
 
 
+class Returning(torch.nn.Module):
+    """A model that returns a dict or a tuple of its own."""
+
+    def __init__(self, form: type) -> None:
+        super().__init__()
+        self.inner, self.form = model(), form
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        outputs = self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+        return {"loss": outputs.loss, "logits": outputs.logits} if self.form is dict else (outputs.loss, outputs.logits)
+
+
+@pytest.mark.parametrize("form", [dict, tuple])
+def test_a_model_may_return_a_dict_or_a_tuple(form: type, tmp_path: Path) -> None:
+    data, more = sentences(8), {"max_steps": 2}
+    eager = trained(transformers.Trainer, tmp_path, data, options={"model": Returning(form)}, **more)
+    assert_same(trained(PlannedTrainer, tmp_path, data, options={"model": Returning(form), **planned_options()}, **more), eager)
+
+
 class Reporter(transformers.TrainerCallback):
     """What a callback such as TensorBoard's is given."""
 
@@ -99,6 +118,7 @@ def test_the_first_plan_is_shown_once_behind_the_bar(tmp_path: Path, capfd: pyte
     assert len(planned.batch_plans.steps.values()) == 2
     assert "0/2 [00:00<?, ?it/s, capturing the training step]" in (text := capfd.readouterr().err)
     assert "planned: " not in text
+    assert len(text) < 20_000  # nothing is written where nothing is to be shown
     assert [line.startswith(plan_line(planned.planned.history[0].plan)) for line in lines] == [False, True]
 
 

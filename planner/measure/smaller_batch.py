@@ -196,10 +196,9 @@ class _Sizes:
             yield from ([part[0], sizes] for sizes in _list_resized(whole[0].shape, part[0].shape, part[1], self.rows))
             return
         sizes = part[place] if isinstance(part[place], list | tuple) else [part[place]]
-        is_multiple = (isinstance(n, int) and n > 0 and n % captured_rows == 0 for n in sizes)
-        for new in product(
-            *((n, n // captured_rows * rows) if more else (n,) for n, more in zip(sizes, is_multiple, strict=True))
-        ):
+        is_multiple = [isinstance(n, int) and n > 0 and n % captured_rows == 0 for n in sizes]
+        choices = ((n, n // captured_rows * rows) if more else (n,) for n, more in zip(sizes, is_multiple, strict=True))
+        for new in product(*choices):
             yield [*part[:place], new if isinstance(part[place], list | tuple) else new[0], *part[place + 1 :]]
 
     def _make_captured(self, tensor: int) -> torch.Tensor:

@@ -7,9 +7,16 @@ from planner.torch_private.core import DispatchKey, OpOverload
 
 
 def is_covering(read: torch.Tensor, made: torch.Tensor) -> bool:
-    """Return True if `read` covers its storage, each element once, with the layout of `made`."""
-    alike = (read.dtype, read.shape, read.stride(), read.device) == (made.dtype, made.shape, made.stride(), made.device)
+    """Return True if `read` covers its storage, each element once, with the layout of `made`.
+
+    A view that is conjugated or negated when it is read does not: what is written over it would be read so too.
+    """
+    alike = _describe_layout(read) == _describe_layout(made)
     return alike and is_dense(read) and read.untyped_storage().nbytes() == made.untyped_storage().nbytes()
+
+
+def _describe_layout(value: torch.Tensor) -> tuple[object, ...]:
+    return value.dtype, value.shape, value.stride(), value.device, value.is_conj(), value.is_neg()
 
 
 def find_out_variant(target: OpOverload) -> tuple[OpOverload, str] | None:

@@ -89,6 +89,7 @@ def captured(name: str) -> tuple[Capture, Workload]:
         pytest.param("resnet18", marks=pytest.mark.slow),
         "tied",
         "shared_gradient",
+        "rotated",
         pytest.param("unet", marks=pytest.mark.slow),
     ],
 )

@@ -84,6 +84,21 @@ class SharedGradient(nn.Module):
         return (x * torch.sigmoid(self.left + self.right)).sum() + self.shift.sum()
 
 
+class Rotated(nn.Module):
+    """Complex numbers, read as they are, conjugated, and by their negated imaginary parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.ParameterList(torch.randn(24) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value = torch.view_as_complex(x.unflatten(-1, (24, 2)))
+        for phase in self.phases:
+            value = torch.tanh(value * torch.polar(torch.ones(24), phase))
+        away = torch.exp(value.conj().imag)
+        return (value @ value.mH).abs().softmax(-1).square().sum() + (away * torch.sigmoid(away)).sum()
+
+
 def tokens(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
@@ -104,6 +119,10 @@ def shared_gradient() -> Workload:
     return Workload(SharedGradient(), None, (torch.randn(6, 12),))
 
 
+def rotated() -> Workload:
+    return Workload(Rotated(), None, (torch.randn(10, 48),))
+
+
 _GPT2 = {"layers": 2, "width": 64, "heads": 4, "vocab": 97, "seq": 48, "batch": 4}
 
 STEPS: dict[str, Callable[[], Workload]] = {
@@ -117,6 +136,7 @@ STEPS: dict[str, Callable[[], Workload]] = {
     "frozen": frozen,
     "mutated": mutated,
     "shared_gradient": shared_gradient,
+    "rotated": rotated,
 }
 
 

@@ -185,9 +185,11 @@ class JointPlanning:
         others = [other for other in self._order if other in found and other is not graph]
         kept_bytes = sum(count_kept_bytes(other.captured.graph, found[other]) for other in others)
         keeping = f" (they keep {format_bytes(kept_bytes)} between the passes)" if kept_bytes else ""
+        graphs = "graph of the model"
+        if len(self._order) > 1:
+            left = f"the others leave {format_bytes(max(0, room))} to graph {self._order.index(graph) + 1}{keeping}"
+            graphs = f"{len(self._order)} graphs that the model is captured as: {left}"
         return InfeasibleError(
-            f"budget {format_bytes(self._whole)} is too small for the {len(self._order)} graphs that the model is captured "
-            f"as: the others leave {format_bytes(max(0, room))} to graph {self._order.index(graph) + 1}{keeping}, and no "
-            "schedule was found for it. Raise the budget, lower the batch size, or remove graph breaks "
-            "(TORCH_LOGS=graph_breaks shows them)"
+            f"budget {format_bytes(self._whole)} is too small for the {graphs}, and no schedule was found for it. Raise the "
+            "budget, lower the batch size, or remove graph breaks (TORCH_LOGS=graph_breaks shows them)"
         )

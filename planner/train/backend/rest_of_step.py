@@ -13,6 +13,7 @@ from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule, Step, find_boundary, keep_everything, live_after, schedule_of
 from graphs.simulate import simulate
 from planner.memory.fit import find_largest
+from planner.memory.least_budget import find_least_budget
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
 
@@ -71,8 +72,9 @@ def find_lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int,
         return map_back_rest(graph, found) if simulate(roomy, found).peak_bytes <= budget_bytes else None
 
     least = solve_leaving(0)
-    if least is None:
-        return None
+    if least is None:  # rules evict greedily: programs get further
+        known = find_least_budget(add_rest(graph, made, 0), reorders=False)
+        return map_back_rest(graph, known.schedule) if known.found_bytes <= budget_bytes else None
     return find_largest(solve_leaving, 0, max(0, budget_bytes - graph.static_bytes), halvings=_TRIES) or least
 
 

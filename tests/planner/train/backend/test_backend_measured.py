@@ -10,10 +10,15 @@ from torch import nn
 
 from graphs.errors import InfeasibleError
 from graphs.schedule import keep_everything
+from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import draw_training_step
 from planner.measure import profile
+from planner.memory.least_budget import find_least_budget
 from planner.settings.budget import Bytes
 from planner.train.backend.rest_of_step import add_rest, count_kept_bytes, find_lean_schedule, map_back_rest
 from planner.train.backend.step_memory import PassStorages, compute_bytes_of_others, find_unread
+from solvers.clock import WallClock
+from solvers.eviction.least_peak import find_least_evicting_schedule
 from tests.support.models.backend import (
     Apart,
     Masked,
@@ -128,6 +133,17 @@ def test_a_backward_pass_runs_by_the_plan_of_its_forward_pass() -> None:
     assert graph.kept_bytes < before
     for later in (loss, run(x).sum()):
         assert torch.equal(torch.autograd.grad(later, model[0][0].weight)[0], wanted)
+
+
+def test_a_graph_fits_a_budget_at_which_no_rule_of_eviction_fits() -> None:
+    graph = draw_training_step(5, 6)
+    roomy = add_rest(graph, (), 0)
+    budget_bytes = find_least_budget(roomy, reorders=False).found_bytes
+    by_rules = find_least_evicting_schedule(roomy, WallClock(5.0))
+    assert by_rules is not None and simulate(roomy, by_rules).peak_bytes > budget_bytes
+    lean = find_lean_schedule(graph, (), budget_bytes, time_limit_s=5.0)
+    assert lean is not None and simulate(graph, lean).peak_bytes <= budget_bytes
+    assert find_lean_schedule(graph, (), budget_bytes - 1, time_limit_s=5.0) is None
 
 
 def test_infeasible_budget_of_several_graphs_reports_what_each_keeps() -> None:

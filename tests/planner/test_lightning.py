@@ -185,7 +185,7 @@ class Indexed(Small):
 
 
 def test_the_index_of_the_batch_is_a_number_like_others(tmp_path: Path) -> None:
-    data = (batches(5), batches(1))
+    data = (batches(3), batches(1))
     eager, eager_logs = trained(Indexed(), tmp_path, data=data, max_epochs=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

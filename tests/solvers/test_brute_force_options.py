@@ -37,51 +37,32 @@ def cases(seeds: range) -> list[Case]:
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
-def test_solve_with_options_agrees_with_brute_force(seeds: range) -> None:
-    met = feasible = better = faster = 0
+def test_schedules_and_bounds_with_options_agree_with_brute_force(seeds: range) -> None:
+    """All rows too, in windows of each place, in two, and in one; what refutes budgets before any model; and the judge."""
+    met = feasible = better = faster = exact = optional = 0
     for one in cases(seeds):
         result = solve(ask(one.graph, one.budget_bytes, tolerance=TOLERANCE, time_limit_s=5))
         met += check_answer(one, result)
-        if one.optimum is None:
-            continue
-        feasible += 1
-        assert result.bound_s is not None
-        if result.time_s is None:
-            continue
-        without = fastest(remove_options(one.graph), one.budget_bytes)
-        better += without is None or result.time_s < without * (1 - TOLERANCE)
-        faster += result.time_s < one.graph.time_s * (1 - TOLERANCE)
-    # Nearly all are solved; options are what solves some, and the step may take less time than its program's ops.
-    assert met >= 0.97 * feasible
-    assert better > 0.1 * feasible
-    assert faster > 0
-
-
-@pytest.mark.parametrize("seeds", SEEDS, ids=str)
-def test_relaxation_with_options_never_exceeds_the_brute_force_optimum(seeds: range) -> None:
-    """All rows, in windows of each place, in two, and in one; and what refutes budgets before any model."""
-    exact = feasible = 0
-    for one in cases(seeds):
-        if one.optimum is not None:
-            feasible += 1
-            assert build_problem(one.graph, one.budget_bytes).least_s <= one.optimum[0] + SLACK, one.seed
-            assert bound_least_budget(one.graph).budget_bytes <= one.budget_bytes, one.seed
         exact += check_models(one)
-    # With a window for each place the bound is the optimum, nearly always.
-    assert exact >= 0.95 * feasible
-
-
-def test_the_best_of_all_schedules_is_one() -> None:
-    """The judge of all others agrees with the brute force, which has rules of its own."""
-    judged = optional = 0
-    for one in cases(range(100)):
         without = fastest(remove_options(one.graph), one.budget_bytes)
         if one.optimum is None:
             assert without is None
             continue
+        feasible += 1
         check_optimum(one)
         best_s, schedule = one.optimum
-        assert without is None or best_s <= without * (1 + SLACK)
-        judged += 1
+        assert without is None or best_s <= without * (1 + SLACK), one.seed
         optional += any(op >= len(one.graph.program) for op in schedule.computed)
-    assert judged > 30 and optional > 20
+        assert build_problem(one.graph, one.budget_bytes).least_s <= best_s + SLACK, one.seed
+        assert bound_least_budget(one.graph).budget_bytes <= one.budget_bytes, one.seed
+        assert result.bound_s is not None
+        if result.time_s is not None:
+            better += without is None or result.time_s < without * (1 - TOLERANCE)
+            faster += result.time_s < one.graph.time_s * (1 - TOLERANCE)
+    # Nearly all are solved; options are what solves some, and the step may take less time than its program's ops.
+    assert met >= 0.97 * feasible
+    # With a window for each place the bound is the optimum, nearly always.
+    assert exact >= 0.95 * feasible
+    assert better > 0.1 * feasible
+    assert optional > 0.2 * feasible
+    assert faster > 0

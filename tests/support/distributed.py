@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.budgets import half_way_known
-from tests.support.processes import FORKSERVER
+from tests.support.processes import FORKSERVER, begin
 
 
 def on_two(checks: tuple[Callable[[int], None], ...], folder: Path) -> None:
@@ -34,7 +34,7 @@ def _worker(rank: int, count: int, checks: tuple[Callable[[int], None], ...], st
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}  # a file, no port, is used
     faulthandler.enable()  # where a process dies of a signal, its stacks are all there is to see
-    torch.set_num_threads(1)
+    begin()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=100))
     with half_way_known():
         for check in checks:

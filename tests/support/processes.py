@@ -1,5 +1,6 @@
 """Processes beside that of the test, forked of one that has imported what most of them need, which takes seconds."""
 
+import gc
 import multiprocessing
 from collections.abc import Callable
 from typing import Any
@@ -22,5 +23,12 @@ def run_apart(function: Callable[..., None], *given: Any) -> None:
 
 
 def _call(_: int, function: Callable[..., None], given: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
+    begin()
     function(*given)
+
+
+def begin() -> None:
+    """Let the process have one thread, and a garbage collector that leaves alone what was imported before the fork."""
+    torch.set_num_threads(1)
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)

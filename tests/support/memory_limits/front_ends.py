@@ -134,10 +134,10 @@ def compiled() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tracing, "profile", None)
             again = planner.compile(model, F.mse_loss, batches[0], **options)
-            found_again = trained(model, again, batches, AdamW)
+            found_again = trained(model, again, batches[:1], AdamW)
     assert "there is room for" in step.plan.eager.failure
     assert_as_eager(found, batches, AdamW, layers)
-    assert_same(found_again, found)
+    assert_as_eager(found_again, batches[:1], AdamW, layers)
 
 
 def offloading() -> None:

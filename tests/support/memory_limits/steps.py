@@ -95,7 +95,7 @@ def both_passes() -> None:
     others.step()
     before, seen = state(model, optimizer), set()
     assert same(before, state(twin, others))
-    for more in count(2, 3):
+    for more in count(2, 6):
         loss, there = None, elements()
         with limited(more * _MB):
             try:

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from graphs.errors import PlannerError, TraceError
+from planner.capture.frontend import later_calls
+from planner.capture.frontend.later_calls import is_metric
 from planner.lightning import PlannedTraining
 from planner.plans.line import plan_line
 from planner.train.compile.step import PlannedStep
@@ -235,6 +237,11 @@ def test_metrics_are_updated_and_logged_as_by_lightning_alone(tmp_path: Path) ->
     assert planned_logs == eager_logs and len(eager_logs[-1]) > 6
     assert all(map(torch.equal, planned.seen, eager.seen))
     assert all(map(torch.equal, planned.parameters(), eager.parameters()))
+
+
+def test_tensors_and_numbers_are_no_metrics_whatever_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(later_calls, "sys", None)  # Dynamo would read the names of all modules in each capture
+    assert not is_metric(torch.ones(())) and not is_metric(1.0)
 
 
 class LogsText(Module):

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from planner.capture.frontend.effects import Scratch
 from planner.capture.guards.names import Scope
@@ -94,5 +95,7 @@ class Collector(Scratch):
 
 def is_metric(value: object) -> bool:
     """Return True if `value` is a metric of torchmetrics, or a collection of them."""
+    if not isinstance(value, nn.Module):  # Dynamo takes a fifth of a second to read the names of all modules
+        return False
     library = sys.modules.get("torchmetrics")
     return library is not None and isinstance(value, library.Metric | library.MetricCollection)

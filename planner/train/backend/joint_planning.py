@@ -125,7 +125,9 @@ class JointPlanning:
             for graph in self._graphs:
                 room = self._compute_room(graph, kept)
                 schedule = find_lean_schedule(graph.captured.graph, graph.tangents, room, time_limit_s=self._limit_s)
-                if schedule is None:
+                if schedule is None:  # rules find none; the solve before the first step has
+                    schedule = graph.schedule
+                if simulate(graph.captured.graph, schedule).peak_bytes > room:
                     raise self._build_infeasible_error(graph, room, found)
                 found[graph], kept[graph] = schedule, count_kept_bytes(graph.captured.graph, schedule)
         unplanned_bytes = self._compute_peak_of_unplanned(kept)

@@ -15,6 +15,7 @@ from graphs.synthetic.random_graphs import draw_training_step
 from planner.measure import profile
 from planner.memory.least_budget import find_least_budget
 from planner.settings.budget import Bytes
+from planner.train.backend import joint_planning
 from planner.train.backend.rest_of_step import add_rest, count_kept_bytes, find_lean_schedule, map_back_rest
 from planner.train.backend.step_memory import PassStorages, compute_bytes_of_others, find_unread
 from solvers.clock import WallClock
@@ -26,6 +27,7 @@ from tests.support.models.backend import (
     batch_of,
     compiled,
     in_steps,
+    measured_bytes,
     only_budget,
     stack,
     step_of,
@@ -156,6 +158,20 @@ def test_infeasible_budget_of_several_graphs_reports_what_each_keeps() -> None:
         InfeasibleError, match=r"150.00 kB is too small for the 3 graphs .* to graph \d[^?]*, and no schedule was found"
     ):
         step()
+
+
+def test_known_schedules_stay_where_rules_find_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Thirds()
+    batch = batch_of(model)
+    _, budget, peaks = tight(model, batch)
+    torch._dynamo.reset()
+    step = step_of(compiled(model, budget), batch)
+    step()
+    for find in ("find_lean_schedule", "find_least_evicting_schedule"):
+        monkeypatch.setattr(joint_planning, find, lambda *_, **__: None)
+    step()  # in which the graphs are planned together
+    assert measured_bytes(model, batch, step) <= max(peaks)
 
 
 def test_ops_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
 """Passes in C++ make the calls and the frees of those in Python: the same bits, peaks and errors."""
 
 import gc
-import subprocess
-import sys
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import planner
 from graphs.schedule import keep_everything
 from planner.capture.lowering.lower import Capture
 from planner.capture.program.draws import draw_once
@@ -26,7 +26,9 @@ from planner.native import library
 from planner.native.library import wait_for_library
 from planner.native.passes import NativePass, use_python_passes
 from planner.runtime.executor import Executor
+from tests.support.logs import lines_of
 from tests.support.models.steps import STEPS, capture_of, classes, make, random_schedule
+from tests.support.processes import run_apart
 
 Outcome = tuple[torch.Tensor, list[torch.Tensor | None], list[torch.Tensor], torch.Tensor]
 
@@ -65,6 +67,7 @@ def assert_equal(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("seeds", [(0,), pytest.param((1, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", STEPS)
 def test_bits_and_peaks_are_those_of_the_passes_in_python(name: str, seeds: tuple[int, ...]) -> None:
+    """And every operator of PyTorch is called without Python."""
     for seed in seeds:
         outcomes, peaks = [], []
         for executor, workload in executors(name, seed):
@@ -73,6 +76,9 @@ def test_bits_and_peaks_are_those_of_the_passes_in_python(name: str, seeds: tupl
             outcomes.append([outcome(executor, workload) for _ in range(2)])
         assert_equal(*outcomes)
         assert peaks[0] == peaks[1]
+        functions = {target for each in native_passes(executor) for target in each.called_in_python}
+        assert not {target for target in functions if isinstance(target, torch._ops.OpOverload)}
+        assert not {draw_once, draw_dropout, copy_with_strides} & functions
 
 
 def test_numbers_take_the_memory_that_they_take_in_python() -> None:
@@ -95,16 +101,6 @@ def test_numbers_take_the_memory_that_they_take_in_python() -> None:
 def native_passes(executor: Executor) -> list[NativePass]:
     """The passes of a step that ran in C++."""
     return [each._run for each in (executor.launched.forward, executor.launched.backward)]
-
-
-def test_every_operator_of_pytorch_is_called_without_python() -> None:
-    functions = set()
-    for name in STEPS:
-        *_, (executor, workload) = executors(name, 0)
-        outcome(executor, workload)
-        functions |= {target for each in native_passes(executor) for target in each.called_in_python}
-    assert not {target for target in functions if isinstance(target, torch._ops.OpOverload)}
-    assert not {draw_once, draw_dropout, copy_with_strides} & functions
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -257,30 +253,22 @@ def test_the_first_calls_run_in_python_until_the_library_is_there(monkeypatch: p
     assert all(isinstance(each, NativePass) for each in native_passes(executor))
 
 
+def train_without_compiler(folder: str) -> None:
+    os.environ.update(PATH="/nowhere", CXX="/nowhere/g++", XDG_CACHE_HOME=folder)
+    model, batch = nn.Linear(4, 4), (torch.ones(2, 4), torch.ones(2, 4))
+    with lines_of("planner") as lines:
+        step = planner.compile(model, lambda y, target: (y * target).sum(), batch, budget="100%")
+        step(*batch).backward()
+        library._LOADER.wait()
+        model.zero_grad()
+        step(*batch).backward()
+    assert torch.equal(model.bias.grad, torch.full((4,), 2.0))
+    assert library.find_library() is None and library._LOADER.problem
+    assert any("run their passes in Python" in line for line in lines)
+
+
 def test_without_a_compiler_steps_run_in_python(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import logging, torch, planner\n"
-        "logging.basicConfig(level=logging.INFO)\n"
-        "from planner.native import library\n"
-        "model, batch = torch.nn.Linear(4, 4), (torch.ones(2, 4), torch.ones(2, 4))\n"
-        "step = planner.compile(model, lambda y, target: (y * target).sum(), batch, budget='100%')\n"
-        "step(*batch).backward()\n"
-        "library._LOADER.wait()\n"
-        "model.zero_grad()\n"
-        "step(*batch).backward()\n"
-        "assert torch.equal(model.bias.grad, torch.full((4,), 2.0)), model.bias.grad\n"
-        "assert library.find_library() is None and library._LOADER.problem\n"
-    )
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        env={"PATH": "/nowhere", "CXX": "/nowhere/g++", "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "run their passes in Python" in run.stderr
+    run_apart(train_without_compiler, str(tmp_path))
 
 
 def test_lists_that_a_pass_returns_are_new() -> None:

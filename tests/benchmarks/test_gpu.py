@@ -52,7 +52,8 @@ def test_failing_probe_is_a_line_and_the_others_run(capsys: pytest.CaptureFixtur
 
 def test_every_kind_of_plan_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(plans, "MODELS", {"tiny": _tiny})
-    monkeypatch.setattr(plans, "_SOLVE_S", 2.0)
+    monkeypatch.setattr(plans, "_SOLVE_S", 0.5)
+    monkeypatch.setattr(plans, "_REPEATS", 2)
     out = tmp_path / "plans"
     with cuda_device():
         code = plans.main(["--out", str(out), "--models", "tiny", "--ways", "recompute,offload", "--shares", "90%"])
@@ -72,6 +73,7 @@ def test_every_kind_of_plan_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_every_way_has_times_of_the_host_and_of_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "MODELS", {"tiny": _tiny})
     monkeypatch.setattr(host, "_SHARE", "110MB")  # a CUDA graph keeps whole segments
+    monkeypatch.setattr(host, "_SOLVE_S", 0.2)
     ways = [way for way in host.WAYS if way != host.COMPILED]  # Inductor compiles for a real device
     with cuda_device():
         assert host.main(["--out", str(tmp_path), "--models", "tiny", "--ways", ",".join(ways)]) == 0

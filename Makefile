@@ -18,8 +18,9 @@ LATEST := .venv-latest-$(notdir $(PYTHON))
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# Interpreters that tests start need the bytecode of the sources, also where the environment says to write none.
 test: $(if $(TORCH),$(STAMP),lint) ## style, types, layers and tests, with the slowest tests and the seconds of each folder; tests alone with another PyTorch (TORCH=2.11.0)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --durations 50
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --durations 50
 
 test-latest: ## tests with the newest releases that pyproject.toml allows, in a fresh environment (PYTHON=python3.12, ARGS=tests/graphs)
 	$(check_python)

@@ -68,11 +68,6 @@ def update(module: Centred, x: torch.Tensor) -> None:
     module.update(x)
 
 
-def update_and_overwrite(module: Centred, x: torch.Tensor) -> None:
-    module.update(x)
-    x.zero_()
-
-
 def eager(between: Callable[..., None]) -> list[torch.Tensor]:
     plain = model()
     return train(plain, lambda x, y: F.mse_loss(plain(x), y), between)

@@ -1,9 +1,11 @@
 """Planned training in PyTorch Lightning."""
 
+import dis
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
+from types import FunctionType
 from typing import Any
 
 from graphs.short_tracebacks import shorten_traceback
@@ -147,12 +149,13 @@ class _TrainingStepModule(nn.Module):
         self.module = module
         self._logs = _Logs(next(module.parameters()).device)
         self._options: dict[Shapes, dict[str, dict[str, Any]]] = {}
-        takes_index = len(signature(type(module).training_step).parameters) > 2  # self, batch, batch_idx
-        self._index = (_BatchIndex(),) if takes_index else ()
+        names = list(signature(type(module).training_step).parameters)[2:3]  # after self and batch
+        self._index = (_BatchIndex(),) * len(names)
+        self._reads_index = any(_is_read(type(module).training_step, name) for name in names)
 
     def arguments(self, batch: Any, batch_idx: int, *, follows: bool) -> tuple[Any, ...]:
         """Return the arguments of a step; `follows` is True if it follows numbers."""
-        return (batch, batch_idx) if self._index and follows else (batch,)
+        return (batch, batch_idx) if self._reads_index and follows else (batch,)
 
     def forward(self, batch: Any, *index: int) -> dict[str, Any]:
         self._logs.values, self._logs.options = {}, {}
@@ -222,6 +225,14 @@ class _Logs(Collector):
             )
         self.values[name] = value
         self.options[name] = {**dict(zip(_LOG_OPTIONS, args, strict=False)), **options}
+
+
+def _is_read(function: Callable[..., Any], parameter: str) -> bool:
+    """Return True unless the code of `function` leaves a parameter alone."""
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return True
+    read = (instruction.argval for instruction in dis.get_instructions(function))
+    return any(parameter in (names if isinstance(names, tuple) else (names,)) for names in read)
 
 
 _LOG_OPTIONS = list(signature(pl.LightningModule.log).parameters)[3:]  # after self, name and value

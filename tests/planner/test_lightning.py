@@ -47,7 +47,8 @@ def test_a_run_logs_its_plan_once_and_its_numbers_and_frees_gradients(monkeypatc
 
     monkeypatch.setattr(PlannedStep, "__call__", noted)
     callback = PlannedTraining(HALF_WAY, log_plan=True, **QUICK)
-    with lines_of("lightning.pytorch.planner") as lines:
+    with lines_of("lightning.pytorch.planner") as lines, warnings.catch_warnings():
+        warnings.filterwarnings("error", message="captured again")  # no step reads its index
         _, logged = trained(module, tmp_path, callback)
     assert lines[0] == "planning: capturing the training step"
     assert lines[1].startswith(plan_line(callback.planned.history[0].plan))

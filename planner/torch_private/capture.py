@@ -279,6 +279,29 @@ def _run_configured(
         return run(tx, *args, **kwargs)
 
 
+def follow_requires_grad_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
+    """Make Dynamo return, from the frames that are `wanted`, results that depend on a tensor after its ``requires_grad_()``.
+
+    It breaks the graph before such a call. What it is afraid of is the tensor itself, which would be returned without being a
+    leaf of autograd, as would its views; losses have the history that their parameters give them (R1 penalties). The break is
+    not harmless: where a parameter is used before and after it, its gradients are added in another order.
+    """
+    if FOLLOWS_REQUIRES_GRAD:
+        wrap_for_good(OutputGraph, FOLLOWS_REQUIRES_GRAD, partial(_check_leaves, wanted))
+
+
+def _check_leaves(wanted: Callable[[Any], bool], check: Callable[..., None], output: Any, returned: list[Any], tx: Any) -> None:
+    if wanted(tx):
+        leaves = {_get_storage(variable) for variable in output.leaf_var_creation_order}
+        returned = [variable for variable in returned if variable.is_tensor() and _get_storage(variable) in leaves]
+    check(output, returned, tx)
+
+
+def _get_storage(variable: Any) -> int:
+    storage: int = variable.as_proxy().node.meta["example_value"].untyped_storage()._cdata
+    return storage
+
+
 def leave_random_objects_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
     """Make Dynamo break the graph in the frames that are `wanted` where a ``random.Random`` draws a number.
 

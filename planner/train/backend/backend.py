@@ -43,6 +43,7 @@ from planner.torch_private.capture import (
     configure_dynamo_where,
     default_partition,
     fix_sizes_where,
+    follow_requires_grad_where,
     forget_saved_values,
     functorch_config,
     innermost_backend,
@@ -303,6 +304,7 @@ ExitStack().enter_context(call_at_end(write_data_in_place_where(_is_planned, Exi
 # NumPy's random numbers are drawn by NumPy: Dynamo would take them from PyTorch's generator. It leaves out code with an LSTM.
 configure_dynamo_where(_is_planned, use_numpy_random_stream=True, allow_rnn=True, **GRADIENT_SETTINGS)
 carry_sparse_tensors_where(_is_planned)
+follow_requires_grad_where(_is_run_as_eager)
 leave_random_objects_where(_is_planned)
 call_compiled_modules_by(_is_planner, call_model)
 

@@ -47,6 +47,13 @@ def penalty(critic: nn.Module, x: Tensor) -> Tensor:
     return critic(x).mean() + 10 * (slope.norm(2, dim=1) - 1).square().mean()
 
 
+def penalty_at_the_end(critic: nn.Module, x: Tensor) -> Tensor:
+    loss = F.softplus(critic(x)).mean() + F.softplus(-critic(x.flip(0))).mean()
+    real = x.detach().requires_grad_()  # a break here would add the gradients of each part first
+    (slope,) = grad([critic(real).sum()], [real], create_graph=True)
+    return loss + slope.square().sum(1).mean()
+
+
 def equation(solution: nn.Module, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_(True)
     u = solution(x)
@@ -140,7 +147,7 @@ def by_checkpoint(model: nn.Module, budget: str) -> Any:
 EITHER = [by_backend, pytest.param(by_checkpoint, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("loss", [penalty, pytest.param(equation, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loss", [penalty, penalty_at_the_end, pytest.param(equation, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("planned", EITHER)
 def test_gradients_inside_the_model_train_as_in_eager_mode(
     planned: Callable[[nn.Module, str], Any], loss: Callable[..., Tensor]

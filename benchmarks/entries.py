@@ -153,7 +153,8 @@ _STEPS: dict[str, Callable[[Workload, int], Step]] = {COMPILE: _compile, CHECKPO
 def _measure_rematerialize(build: Callable[[], Workload], reference: StepOutcome, row: EntryRow) -> EntryRow:
     """Return the row of ``planner.rematerialize``, half way from a budget that is enough to the peak.
 
-    Training and measuring have blocks of their own: a block counts all tensors, also the results that are kept to be compared.
+    Training and measuring have blocks of their own, and budgets of their own: a block counts all tensors, also the results that
+    are kept to be compared, and another batch may need more.
     """
 
     def train(runner: Runner, _: int) -> StepOutcome:
@@ -165,14 +166,13 @@ def _measure_rematerialize(build: Callable[[], Workload], reference: StepOutcome
             run_both(runner.step, batch)
         return static_bytes + runner.measure_peak_bytes(batch) - runner.count_static_bytes(batch)
 
-    def find_peak_and_least(work: Callable[[Runner, int], object]) -> tuple[int, int]:
+    def choose_budget(work: Callable[[Runner, int], object]) -> int:
         session, _ = _run_block(build, _ENOUGH_BYTES, work)
-        return session.peak_bytes, session.least_budget()
+        return (session.peak_bytes + session.least_budget()) // 2
 
-    peak, least = find_peak_and_least(measure)
-    budget_bytes = (peak + least) // 2
+    budget_bytes = choose_budget(measure)
     _, taken_bytes = _run_block(build, budget_bytes, measure)
-    _, outcome = _run_block(build, find_peak_and_least(train)[0] - (peak - budget_bytes), train)
+    _, outcome = _run_block(build, choose_budget(train), train)
     return _judge(replace(row, budget_bytes=budget_bytes, peak_bytes=taken_bytes), reference, outcome)
 
 

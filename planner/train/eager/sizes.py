@@ -88,6 +88,14 @@ class OutputSizes:
     def learn(self, signature: Signature, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> KnownOp:
         """Return the facts about an op whose signature was not used in this generation."""
         known = self.older.pop(signature, None) or self._describe_signature(signature, function, args, kwargs)
+        return self._remember(signature, known)
+
+    def get_sized_by_data(self, name: str, args: Sequence[Any]) -> KnownOp:
+        """Return what is known of an op whose sizes depend on data: the most that it takes in addition to its outputs."""
+        signature = (name, *((tensor.shape, tensor.dtype) for tensor in iterate_tensors(args)))
+        return self.known(signature) or self._remember(signature, self.older.pop(signature, KnownOp(0)))
+
+    def _remember(self, signature: Signature, known: KnownOp) -> KnownOp:
         if len(self.recent) == self._generation:
             self.older, self.recent = self.recent, {}
             self.known = self.recent.get

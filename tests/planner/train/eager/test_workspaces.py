@@ -56,13 +56,23 @@ def test_a_budget_holds_with_workspaces(model: torch.nn.Module, monkeypatch: pyt
         assert session.evictions > 0 and session.peak_bytes <= held
 
 
+class Selecting(torch.nn.Module):
+    """Selects by a mask: positions take 8 bytes for each element, and how many there are depends on the data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp() * torch.masked_select(x, x > 0).mean()
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Tanh, Selecting])
 @pytest.mark.parametrize("logged", [True, False])
-def test_what_kernels_on_the_cpu_take_is_in_the_budget(logged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kernels_on_the_cpu_take_is_in_the_budget(
+    logged: bool, layer: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Convolutions copy their inputs and outputs."""
     if not logged:
         monkeypatch.setattr(DeferredLog, "is_available", lambda: False)
     torch.manual_seed(0)
-    layers = [torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.Tanh()) for _ in range(6)]
+    layers = [torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3, padding=1), layer()) for _ in range(6)]
     model, x = torch.nn.Sequential(*layers), torch.randn(16, 8, 32, 32)
 
     def train() -> None:

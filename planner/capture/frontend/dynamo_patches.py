@@ -20,7 +20,7 @@ from torch.distributions import Distribution
 
 from graphs.errors import TraceError
 from planner.capture.frontend.source_lines import find_current_line, find_traced_line, format_location
-from planner.capture.rewrites.outputs import get_storage, is_same_layout
+from planner.capture.rewrites.outputs import get_storage, is_same_layout, list_tensors
 from planner.torch_private.capture import (
     FOLLOWS_REQUIRES_GRAD,
     GETATTR,
@@ -232,6 +232,8 @@ def write_replaced_buffers(translator: Any, output: Any) -> None:
     """
     replaced = [found for table in output.side_effects._get_modified_vars() for found in _iterate_replaced_buffers(table)]
     values = [items[key].call_method(translator, "clone", [], {}) for items, key, _ in replaced]  # as above
+    for _, _, buffer in replaced:
+        _keep_old_value(buffer.as_proxy().node)
     for (items, key, buffer), value in zip(replaced, values, strict=True):
         getattr(buffer, GETATTR)(translator, "data").call_method(translator, "copy_", [value], {})
         items[key] = buffer
@@ -248,6 +250,29 @@ def _iterate_replaced_buffers(table: Any) -> Iterator[tuple[dict[Any, Any], Any,
             old, new = (each.as_proxy().node.meta["example_value"] for each in pair)
             if is_same_layout(old, new) and old.dtype is new.dtype and old.device == new.device and not new.requires_grad:
                 yield table.items, key, pair[0]
+
+
+def _keep_old_value(buffer: fx.Node) -> None:
+    """Let a step that trains through `buffer` read a copy of it, as the buffer will be written before the backward pass.
+
+    Eager PyTorch gives the module another tensor, and the backward pass reads the old one. After ``buffer.data = value`` it
+    reads the new data.
+    """
+    storage, names = get_storage(buffer.meta["example_value"]), {buffer}
+    for node in buffer.graph.nodes:
+        value = node.meta.get("example_value")
+        if names.isdisjoint(node.all_input_nodes):
+            continue
+        if isinstance(value, torch.Tensor) and get_storage(value) == storage and not value.requires_grad:
+            names.add(node)
+        elif any(tensor.requires_grad for tensor in list_tensors(value)):
+            break
+    else:
+        return
+    with buffer.graph.inserting_before(next(node for node in buffer.graph.nodes if node.op != "placeholder")):
+        old = buffer.graph.call_method("clone", (buffer,))
+    old.meta["example_value"] = buffer.meta["example_value"]
+    buffer.replace_all_uses_with(old, lambda user: user is not old)
 
 
 def _refuse_other_names(copy: fx.Node, storages: set[int]) -> None:

@@ -197,7 +197,19 @@ def shift(model: Renewed, new: torch.Tensor) -> torch.Tensor:
     return new
 
 
-BUFFER_WRITES = [write_data, write_storage, write_twice, replace, shift]
+def write_after_training(model: Renewed, new: torch.Tensor) -> torch.Tensor:
+    scaled = model.layers[-1][-1].bias * model.center  # its backward pass reads the new data
+    model.center.data = new
+    return scaled
+
+
+def replace_after_training(model: Renewed, new: torch.Tensor) -> torch.Tensor:
+    scaled = model.layers[-1][-1].bias * model.center.view(4, 4).flatten()  # its backward pass reads the old tensor
+    model.center = new
+    return scaled
+
+
+BUFFER_WRITES = [write_data, write_storage, write_twice, write_after_training, replace, shift, replace_after_training]
 
 
 @pytest.mark.parametrize("ways", all_and_each(BUFFER_WRITES))
@@ -206,7 +218,7 @@ def test_buffers_that_get_other_tensors_are_written_as_in_eager_mode(ways: list[
     check_trains_as_eager(lambda: Together(*(Renewed(way, layers) for way in ways)), None, lambda number: vectors(number)[:1])
 
 
-@pytest.mark.parametrize("ways", all_and_each(BUFFER_WRITES[:3]))
+@pytest.mark.parametrize("ways", all_and_each(BUFFER_WRITES[:4]))
 def test_the_backend_writes_buffers_that_get_other_tensors(ways: list[Any]) -> None:
     trained = []
     for wrap in (lambda model: planner.checkpoint(model, budget="100%", wait=0.1), lambda model: model):

@@ -15,7 +15,7 @@ from torch import nn
 
 from graphs.short_tracebacks import warn_caller
 from planner.torch_private.capture import count_captured_graphs, is_compiling_forbidden
-from planner.torch_private.core import pytree
+from planner.torch_private.core import list_parts, pytree
 
 if TYPE_CHECKING:
     from planner.train.backend.shared_budget import SharedBudget
@@ -26,10 +26,12 @@ class ModelCall:
     """A call of a model.
 
     Attributes:
+        model: the model.
         outside: the nodes of autograd that made its inputs.
         budget: of its planned graphs; None until one has run.
     """
 
+    model: nn.Module
     outside: frozenset[Any]
     budget: "SharedBudget | None" = None
 
@@ -44,12 +46,19 @@ def get_outside() -> Collection[Any]:
     return () if call is None else call.outside
 
 
+def list_model_tensors() -> list[torch.Tensor]:
+    """Return the parameters and buffers of the model that is called, whether or not its code reads them."""
+    call = CALL.get()
+    held = [] if call is None else [*call.model.parameters(), *call.model.buffers()]
+    return [part for tensor in held for part in list_parts(tensor)]
+
+
 def call_model(model: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what `run`, the compiled `model`, returns, and count what its code beside the graphs keeps for the backward pass.
 
     The first call in which graphs could have been captured warns if there is none.
     """
-    call, before = ModelCall(frozenset(_iterate_nodes((args, kwargs)))), count_captured_graphs()
+    call, before = ModelCall(model, frozenset(_iterate_nodes((args, kwargs)))), count_captured_graphs()
     token = CALL.set(call)
     try:
         returned = run(*args, **kwargs)

@@ -52,7 +52,7 @@ from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import OptionSettings
 from planner.train.backend.joint_planning import JointPlanning
-from planner.train.backend.model_calls import CALL, get_outside
+from planner.train.backend.model_calls import CALL, get_outside, list_model_tensors
 from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
 from planner.train.backend.rest_of_step import (
     add_rest,
@@ -65,6 +65,7 @@ from planner.train.backend.settings import BackendSettings
 from planner.train.backend.shared_channels import SharedChannels, compute_host_room, set_host_bytes
 from planner.train.backend.step_memory import (
     PassStorages,
+    collect_storages,
     compute_bytes_of_others,
     compute_peak_bytes,
     compute_peak_of_unplanned,
@@ -371,6 +372,7 @@ class SharedBudget:
     def _collect_storages(self, inputs: Iterable[object]) -> PassStorages:
         """Return the storages that are known before a pass of a planned graph."""
         found = PassStorages.of(inputs, outside=get_outside())
+        found.held.update(collect_storages(list_model_tensors()))
         for seen in self._before.values():
             found.hold(seen)
         return found

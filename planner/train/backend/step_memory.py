@@ -46,7 +46,8 @@ class PassStorages:
     Attributes:
         inputs: storages that it read: parameters, buffers, inputs.
         trained: storages of `inputs` that will have a ``grad`` and are not outputs of another graph.
-        held: storages that autograd held for ops outside of graphs, or that graphs without a plan have read or made before.
+        held: storages that autograd held for ops outside of graphs, that graphs without a plan have read or made before, or of
+            the model that is called.
         made: storages of its results, without its inputs.
         unplanned: its graph, if that runs without a plan; or the code behind the last graph, if Dynamo has left it out.
         followed_by: the passes of graphs without a plan between this one and the next planned one.

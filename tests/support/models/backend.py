@@ -26,6 +26,14 @@ class Masked(nn.Module):
         return self.inner(source, target, tgt_mask=self.mask)
 
 
+class WithUnread(Masked):
+    """A model with a layer that its code does not read, but which is in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread = nn.Linear(300, 300)
+
+
 def stack(layers: int) -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32)) for _ in range(layers)))
 

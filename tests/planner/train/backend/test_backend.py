@@ -220,7 +220,7 @@ def test_a_model_in_eval_mode_is_another_graph_that_trains_too(solves: list[int]
                 run(x).sum().backward()
             assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
             assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
-    assert solves == [10**9, 10**9]
+    assert solves == [10**9, 10**9 - 8]  # evaluation does not read the number of batches, which is in memory
     assert torch.equal(compiled(twin.requires_grad_(requires_grad=False), budget="1GB")(x), model(x))
     assert len(solves) == 2
 

@@ -24,6 +24,7 @@ from tests.support.models.backend import (
     Apart,
     Masked,
     Thirds,
+    WithUnread,
     batch_of,
     compiled,
     in_steps,
@@ -45,6 +46,7 @@ _SCALARS = 64  # the loss and its gradient are made outside of the model
     ("make", "graphs"),
     [
         (Masked, 1),
+        (WithUnread, 1),
         pytest.param(Apart, 3, marks=pytest.mark.slow),
         pytest.param(Thirds, 3, marks=pytest.mark.slow),
         pytest.param(wav2vec2, 2, marks=pytest.mark.slow),

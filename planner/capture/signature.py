@@ -69,14 +69,18 @@ def call(step: Callable[..., Any], batch: Batch) -> Any:
 
 
 def detach_batch(batch: Batch) -> Batch:
-    """Return `batch` with tensors that require grad replaced by leaves on the same memory.
+    """Return `batch` with tensors that have or may get gradients replaced by leaves on the same memory.
 
-    A measurement on it leaves no gradient in the caller's tensors, and does not run backward through their history.
+    A measurement on it leaves no gradient in the caller's tensors, does not run backward through their history, and does not
+    make them require a gradient.
     """
-    tensors = [leaf for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    tensors = [
+        leaf for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor) and (leaf.requires_grad or leaf.is_floating_point())
+    ]
     if not tensors:
         return batch
-    leaf_of = {id(tensor): tensor.detach().requires_grad_() for tensor in tensors}  # a tensor that is passed twice stays one
+    # A tensor that is passed twice stays one.
+    leaf_of = {id(tensor): tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors}
     args: tuple[object, ...]
     kwargs: dict[str, object]
     args, kwargs = pytree.tree_map(lambda leaf: leaf_of.get(id(leaf), leaf), split_arguments(batch))

@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.distributions import Distribution
 
 from graphs.errors import TraceError
+from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.source_lines import find_current_line, find_traced_line, format_location
 from planner.capture.rewrites.outputs import get_storage, is_same_layout, list_tensors
 from planner.torch_private.capture import (
@@ -63,8 +64,11 @@ def allow_requires_grad_writes() -> Iterator[None]:
     a tensor, since ``torch.compile`` might return them without their history; the loss of a step has its own. Before torch 2.13
     it follows none: they are left out.
 
+    A tensor of the batch, as of the points of a differential equation, is read by the rest of the step through an alias that
+    requires a gradient. A warning says that the tensor itself gets none.
+
     Raises:
-        TraceError: a tensor of the batch is told to require a gradient. Eager PyTorch gives it one, at every step.
+        TraceError: a tensor of the batch is told to require a gradient, before torch 2.13.
     """
     with ExitStack() as stack:
         stack.enter_context(wrap(*SETATTR, _set_requires_grad))
@@ -82,7 +86,9 @@ def _set_requires_grad(set_attribute: Any, function: Any, translator: Any, owner
         if _is_made(owner):
             owner.call_method(translator, "requires_grad_", [value], {})
             return value
-        _refuse_input(owner)
+        if _is_of_batch(owner) and value.as_python_constant():
+            _read_through_leaf(owner, translator)
+            return value
     return set_attribute(function, translator, owner, name, value)
 
 
@@ -94,8 +100,10 @@ def _write_or_refuse(write: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return write(owner, *args, **kwargs)
     except TorchDynamoException:
-        _refuse_input(owner)
-        raise
+        if not _is_of_batch(owner) or owner.as_proxy().node.meta["example_value"].requires_grad:
+            raise
+        _read_through_leaf(owner, args[0])
+        return owner
 
 
 def _is_made(owner: Any) -> bool:
@@ -103,13 +111,26 @@ def _is_made(owner: Any) -> bool:
     return bool(owner.is_tensor() and owner.as_proxy().node.op not in ("placeholder", "get_attr"))
 
 
-def _refuse_input(owner: Any) -> None:
-    if owner.source is not None and get_source_name(owner.source).startswith(("L['args']", "L['kwargs']")):
+def _is_of_batch(owner: Any) -> bool:
+    return owner.source is not None and get_source_name(owner.source).startswith(("L['args']", "L['kwargs']"))
+
+
+def _read_through_leaf(owner: Any, translator: Any) -> None:
+    """Let the rest of the step read the input `owner` through an alias that requires a gradient, and say so."""
+    place = format_location(find_current_line())
+    if not FOLLOWS_REQUIRES_GRAD:
         raise TraceError(
-            f"{format_location(find_current_line())} changes requires_grad of a tensor of the batch, which a plan takes as "
-            "it is given: write x = x.detach().requires_grad_() instead, which is a tensor of the step's own, or call "
-            "requires_grad_() on the batch before the step, which then gives it a gradient"
+            f"{place} changes requires_grad of a tensor of the batch, which a plan takes as it is given: call requires_grad_() "
+            "on the batch before the step, which then gives it a gradient"
         )
+    leaf = owner.call_method(translator, "detach", [], {})
+    leaf.call_method(translator, "requires_grad_", [], {})
+    owner.proxy = leaf.as_proxy()
+    owner.synchronize_attributes(translator)
+    warn_caller(
+        f"{place} makes a tensor of the batch require a gradient: gradients inside the step are computed by it, but the planned "
+        "step leaves nothing in its grad. If that is read, call requires_grad_() on the batch before the step instead"
+    )
 
 
 def _is_attribute(owner: Any, name: Any, asked: str) -> bool:

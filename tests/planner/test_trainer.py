@@ -225,7 +225,7 @@ def test_unplannable_trainer_settings_raise(tmp_path: Path) -> None:
     with pytest.raises(PlannerError, match=r"label_smoothing_factor is not planned with Weighted\.compute_loss: leave it out"):
         trained(PlannedWeighted, tmp_path, sentences(4), options=planned_options(), label_smoothing_factor=0.1)
     with pytest.raises(PlannerError, match="below"):
-        trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options("100kB"))
+        trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options("100kB", time_limit_s=1.0))
 
 
 @pytest.mark.parametrize("given", [{}, {"budget": "1GB", "max_overhead": 0.1}])

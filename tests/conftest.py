@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("project", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
 
-# A capture makes millions of objects that stay for a while: going through the youngest after every 700 takes a sixth of its time.
+# Imports and collection make objects that stay: going through the youngest after every 700 takes a sixth of their time.
 gc.set_threshold(100_000, 20, 50)
 
 # Inductor compiles programs that try out the vector instructions of the processor, in ten seconds.

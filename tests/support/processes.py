@@ -31,4 +31,3 @@ def begin() -> None:
     """Let the process have one thread, and a garbage collector that leaves alone what was imported before the fork."""
     torch.set_num_threads(1)
     gc.freeze()
-    gc.set_threshold(100_000, 20, 50)

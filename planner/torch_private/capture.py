@@ -430,11 +430,6 @@ def find_graph_breaks(function: Callable[..., Any], args: tuple[Any, ...], kwarg
     ]
 
 
-def count_captured_graphs() -> int:
-    """Return how many graphs Dynamo has captured in this process."""
-    return int(dynamo_utils.counters["stats"]["unique_graphs"])
-
-
 def list_recompile_reasons(error: FailOnRecompileLimitHit) -> list[str]:
     """Return the guards that a call does not pass, one of each capture of code that was captured too often, the last first."""
     for frame, _ in walk_tb(error.__traceback__):

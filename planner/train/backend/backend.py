@@ -54,7 +54,7 @@ from planner.torch_private.core import keep_in_graphs, pytree
 from planner.train.backend import polyfills as polyfills  # registers them with Dynamo
 from planner.train.backend.joint_capture import capture_joint, rewrite_as_eager
 from planner.train.backend.missing_gradients import leave_out_unread
-from planner.train.backend.model_calls import call_model
+from planner.train.backend.model_calls import CALL, call_model
 from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
 from planner.train.backend.settings import BackendSettings, parse_backend_options
 from planner.train.backend.shared_budget import SharedBudget
@@ -92,6 +92,8 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
         InfeasibleError, LimitError: a graph does not fit, as in ``planner.solve``.
     """
     budget = _share_budget(parse_backend_options(options))
+    if (call := CALL.get()) is not None:
+        call.trains |= _may_train(module)
     compile_module = _compile_kernels if budget.settings.kernels == "inductor" else _compile
     return compile_module(module, inputs, budget)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from graphs.short_tracebacks import warn_caller
-from planner.torch_private.capture import count_captured_graphs, is_compiling_forbidden
+from planner.torch_private.capture import is_compiling_forbidden
 from planner.torch_private.core import list_parts, pytree
 
 if TYPE_CHECKING:
@@ -29,11 +29,13 @@ class ModelCall:
         model: the model.
         outside: the nodes of autograd that made its inputs.
         budget: of its planned graphs; None until one has run.
+        trains: a graph was captured in it that a backward pass may follow.
     """
 
     model: nn.Module
     outside: frozenset[Any]
     budget: "SharedBudget | None" = None
+    trains: bool = False
 
 
 _CALLED = WeakSet[nn.Module]()  # models without a planned graph in a call that could have captured one
@@ -56,9 +58,9 @@ def list_model_tensors() -> list[torch.Tensor]:
 def call_model(model: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what `run`, the compiled `model`, returns, and count what its code beside the graphs keeps for the backward pass.
 
-    The first call in which graphs could have been captured warns if there is none.
+    The first call in which graphs could have been captured warns if there is none that trains.
     """
-    call, before = ModelCall(model, frozenset(_iterate_nodes((args, kwargs)))), count_captured_graphs()
+    call = ModelCall(model, frozenset(_iterate_nodes((args, kwargs))))
     token = CALL.set(call)
     try:
         returned = run(*args, **kwargs)
@@ -69,7 +71,7 @@ def call_model(model: nn.Module, run: Callable[..., Any], args: tuple[Any, ...],
         call.budget.count_left_out(nodes, call.outside)
     elif model not in _CALLED and not is_compiling_forbidden() and not call.outside.issuperset(nodes):
         _CALLED.add(model)
-        if count_captured_graphs() == before:
+        if not call.trains:
             _warn_of_no_graph(model)
     return returned
 

@@ -1,6 +1,6 @@
 """The C++ library: compiled once on a machine, for each release of PyTorch and Python, and kept on disk.
 
-It has the passes of planned steps, the op log, the records and the ledger of the eager runtime, and the CPU allocator of arenas.
+It has the passes of planned steps, the ops, the records and the ledger of the eager runtime, and the CPU allocator of arenas.
 It is compiled by a process of its own with low priority. Passes and the eager runtime run in Python until it is there; only an
 arena waits for it. A process that shares its memory limit with the compiler must not die for it: the system is told to end the
 compiler first.
@@ -31,7 +31,7 @@ import torch
 from graphs.errors import PlannerError, first_line
 
 _LOGGER = logging.getLogger(__name__)
-_NAMES = ("passes", "deferred_log", "op_records", "ledger", "arena_allocator")
+_NAMES = ("passes", "eager_ops", "op_records", "ledger", "arena_allocator")
 _SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
 _HEADER = Path(__file__).with_name("op_records.h")
 _COMPILER = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")

@@ -1,11 +1,11 @@
-// Executes and records ops near the budget without Python's dispatch, as `Recorder.run` of planner.train.eager.recording does,
-// which says what a record is.
+// Executes and records ops without Python's dispatch, as `Recorder.run` of planner.train.eager.recording does, which says what a
+// record is.
 //
-// The first ops of each signature go through the recorder, which leaves a pattern here: the record of such an op without its
-// storages. The record of a further op is a copy of the pattern with its own storages. What happens around an op is done here too:
-// storages that were freed, the log of the step, saved tensors that are packed, unpacked and dropped, ops that enter the ledger.
-// Everything else is the recorder's: ops that are measured, writes to contents that must be copied first, room for an op, tensors
-// that it has not seen, recomputation, errors. So there is one kind of records, and without this file nothing but time is different.
+// For each signature there is a pattern: the record of such an op without its storages, which Python makes when the first comes.
+// The record of an op is a copy of the pattern with its own storages. What happens around an op is done here too: storages that
+// were freed, the log of the step, saved tensors that are packed, unpacked and dropped, ops that enter the ledger. Everything else is
+// the recorder's: writes to contents that must be copied first, room for an op, tensors that it has not seen, recomputation,
+// errors. So there is one kind of records, and without this file nothing but time is different.
 //
 // Attributes of classes with slots are read and written in place. All others have their names.
 
@@ -13,11 +13,15 @@
 
 #include <structmember.h>
 
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Device.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/profiler/orchestration/observer.h>
+#include <torch/csrc/utils/tensor_memoryformats.h>
 
 #include <algorithm>
 #include <string>
@@ -27,7 +31,39 @@
 
 namespace py = pybind11;
 
+namespace torch::jit { // of pybind_utils.h, which takes ten seconds to compile
+TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue value);
+} // namespace torch::jit
+
 namespace {
+
+// The most bytes that the CPU allocator hands out in a thread while this is the thread's profiler.
+class AllocatedBytes final : public torch::profiler::impl::ProfilerStateBase {
+ public:
+  AllocatedBytes() : ProfilerStateBase(torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::Disabled)) {}
+
+  void reportMemoryUsage(void*, int64_t size_bytes, size_t, size_t, c10::Device device) override {
+    if (device.is_cpu()) {
+      live_bytes_ += size_bytes;
+      peak_bytes = std::max(peak_bytes, live_bytes_);
+    }
+  }
+
+  bool memoryProfilingEnabled() const override {
+    return true;
+  }
+
+  torch::profiler::impl::ActiveProfilerType profilerType() override {
+    return torch::profiler::impl::ActiveProfilerType::NONE;
+  }
+
+  int64_t peak_bytes = 0;
+
+ private:
+  int64_t live_bytes_ = 0;
+};
+
+const auto kProfiler = c10::DebugInfoKind::PROFILER_STATE;
 
 py::object steal(PyObject* made) {
   if (made == nullptr) {
@@ -210,9 +246,10 @@ struct SavedClass {
 // Those of planner.train.eager.sizes.KnownOp.
 struct KnownClass {
   explicit KnownClass(py::handle type)
-      : number(type, "number"), out_bytes(type, "out_bytes"), seconds(type, "seconds"), workspace_bytes(type, "workspace_bytes") {}
+      : guessed(type, "guessed"), measurements(type, "measurements"), needs_block(type, "needs_block"), number(type, "number"), out_bytes(type, "out_bytes"),
+        seconds(type, "seconds"), workspace_bytes(type, "workspace_bytes") {}
 
-  Slot number, out_bytes, seconds, workspace_bytes;
+  Slot guessed, measurements, needs_block, number, out_bytes, seconds, workspace_bytes;
 };
 
 struct KeyHash {
@@ -248,6 +285,8 @@ class Records final : public OpRecords {
         sources_(recorder_.attr("sources")),
         saved_(sources_.attr("saved")),
         names_(recorder_.attr("module").attr("names")),
+        noted_(recorder_.attr("module").attr("noted")),
+        sizes_(recorder_.attr("sizes")),
         resident_(memory_.attr("resident")),
         freed_(memory_.attr("freed")),
         note_freed_(freed_.attr("append")),
@@ -256,6 +295,8 @@ class Records final : public OpRecords {
         get_random_state_(parts[10]),
         ledger_watch_type_(parts[11]),
         ledger_watch_id_(ledger_watch_type_, "ledger_id"),
+        few_ops_(parts[12].cast<int64_t>()),
+        measurements_(parts[13].cast<int64_t>()),
         times_each_(costs_.attr("times_each").cast<bool>()) {}
 
   Recorded record(const CalledOp& called) override {
@@ -265,22 +306,18 @@ class Records final : public OpRecords {
     if (PyObject_IsTrue(running.of(recomputation_).ptr()) == 1) {
       return execute(called) ? Recorded::kDone : Recorded::kFailed;
     }
-    const auto found = patterns_.find(called.key);
-    if (found == patterns_.end()) {
-      return Recorded::kNotKnown;
-    }
     settle_freed();
-    if (PyDict_GET_SIZE(saved_.ptr()) == 0) {
-      return Recorded::kLeft;
+    const bool is_between = PyDict_GET_SIZE(saved_.ptr()) == 0;
+    if (is_between) {
+      begin_step();
     }
-    return record_like(found->second, called) ? Recorded::kDone : Recorded::kLeft;
-  }
-
-  void learn(const Key& key, PyObject* pattern) override {
-    if (patterns_.size() >= kMostPatterns) {
-      patterns_.clear();
+    if (called.facts.only_writes != 0 && !called.written.empty()) {
+      if (const auto written = list_pinned(called); written) {
+        return write_pinned(called, written) ? Recorded::kDone : Recorded::kLeft;
+      }
     }
-    patterns_.insert_or_assign(key, borrow(pattern));
+    const auto pattern = find_pattern(called);
+    return pattern && record_like(pattern, called, is_between) ? Recorded::kDone : Recorded::kLeft;
   }
 
   PyObject* pack(PyObject* tensor) override {
@@ -426,6 +463,137 @@ class Records final : public OpRecords {
     }
   };
 
+  // Does what `Recorder._begin_step` does, and ends the step before.
+  void begin_step() {
+    if (to_int(recorded.of(recorder_)) > few_ops_) {
+      begin_step_of.call(recorder_);
+    }
+    if (!log_.of(follower_).is_none()) {
+      end.call(follower_);
+    }
+  }
+
+  // Returns the storages that an op writes if all are pinned, and need not be copied before; else null.
+  py::object list_pinned(const CalledOp& called) {
+    py::list written;
+    bool is_any_read = false;
+    for (const auto& tensor : called.written) {
+      const auto storage = find_or_add(tensor);
+      if (storage_.pinned.in(storage) != Py_True) {
+        return {};
+      }
+      is_any_read = is_any_read || is_read(storage);
+      if (!written.contains(storage)) {
+        written.append(storage);
+      }
+    }
+    if (is_any_read && PyDict_GET_SIZE(saved_.ptr()) > 0) {
+      return {};
+    }
+    return written;
+  }
+
+  // Executes an op that writes only pinned storages, as `Recorder._write_pinned` does; returns false if it failed.
+  bool write_pinned(const CalledOp& called, const py::object& written) {
+    for (auto storage : written) {
+      if (is_read(storage)) {
+        overwrites.add(memory_, 1);
+      }
+    }
+    const auto start = to_double(now.call(memory_));
+    if (!execute(called)) {
+      return false;
+    }
+    advance_clock(to_double(now.call(memory_)) - start);
+    for (auto storage : written) {
+      begin_version(storage);
+    }
+    if (const auto log = log_.of(follower_); !log.is_none()) {
+      Numbers none, changed;
+      for (auto storage : written) {
+        changed.add(number_of(storage, log, step_number.of(follower_)));
+      }
+      const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
+      add_to_log(log, operator_, none.to_tuple(), none.to_tuple(), changed.to_tuple(), steal(PyFloat_FromDouble(0)), boolean(false),
+                 number(0), module_name(), none.to_tuple());
+    }
+    return true;
+  }
+
+  void advance_clock(double seconds) {
+    const auto clock = steal(PyFloat_FromDouble(to_double(clock_s.of(memory_)) + seconds));
+    clock_s.set(memory_, clock);
+    read_s.set(memory_, clock);
+  }
+
+  py::object module_name() {
+    return borrow(PyList_GetItem(names_.ptr(), static_cast<Py_ssize_t>(to_int(module_number.of(noted_)))));
+  }
+
+  // Returns the pattern of an op; null if the recorder must execute it.
+  py::object find_pattern(const CalledOp& called) {
+    if (const auto found = patterns_.find(called.key); found != patterns_.end()) {
+      return found->second;
+    }
+    if (patterns_.size() >= kMostPatterns) {
+      patterns_.clear();
+    }
+    const auto [args, kwargs] = to_python(called);
+    const auto hash = static_cast<int64_t>(KeyHash()(called.key) >> 2 | 1);
+    const auto pattern = build_pattern.call(recorder_, borrow(reinterpret_cast<PyObject*>(called.facts.python)), args, kwargs, number(hash));
+    if (pattern.is_none()) {
+      return {};
+    }
+    return patterns_.emplace(called.key, pattern).first->second;
+  }
+
+  // Returns the arguments of an op as PyTorch passes them to a dispatch mode: without those that are defaults.
+  static std::pair<py::list, py::dict> to_python(const CalledOp& called) {
+    const auto& declared = called.handle.schema().arguments();
+    const auto is_default = [&](size_t i) {
+      const auto& value = declared[i].default_value();
+      return value.has_value() && *value == called.arguments[i];
+    };
+    size_t positional = 0;
+    while (positional < declared.size() && !declared[positional].kwarg_only()) {
+      ++positional;
+    }
+    size_t given = positional;
+    while (given > 0 && is_default(given - 1)) {
+      --given;
+    }
+    py::list args;
+    py::dict kwargs;
+    for (size_t i = 0; i < declared.size(); ++i) {
+      if (i < given) {
+        args.append(to_python(declared[i], called.arguments[i]));
+      } else if (i >= positional && !is_default(i)) {
+        kwargs[declared[i].name().c_str()] = to_python(declared[i], called.arguments[i]);
+      }
+    }
+    return {std::move(args), std::move(kwargs)};
+  }
+
+  static py::object to_python(const c10::Argument& declared, const c10::IValue& value) {
+    auto type = declared.real_type();
+    if (const auto* optional = type->castRaw<c10::OptionalType>()) {
+      type = optional->getElementType();
+    }
+    if (!value.isNone()) {
+      switch (type->kind()) {
+        case c10::TypeKind::ScalarTypeType:
+          return borrow(reinterpret_cast<PyObject*>(torch::getTHPDtype(value.toScalarType())));
+        case c10::TypeKind::LayoutType:
+          return borrow(reinterpret_cast<PyObject*>(torch::getTHPLayout(value.toLayout())));
+        case c10::TypeKind::MemoryFormatType:
+          return borrow(torch::utils::getTHPMemoryFormat(value.toMemoryFormat()));
+        default:
+          break;
+      }
+    }
+    return torch::jit::toPyObject(value);
+  }
+
   // What the copy of a pattern is filled with.
   struct Filled {
     c10::ArrayRef<at::Tensor> inputs;
@@ -517,7 +685,7 @@ class Records final : public OpRecords {
   }
 
   // Returns false if nothing was done, or if the op failed.
-  bool record_like(const py::object& pattern, const CalledOp& called) {
+  bool record_like(const py::object& pattern, const CalledOp& called, bool is_between) {
     py::list written;
     for (const auto& tensor : called.written) {
       const auto storage = find_or_add(tensor);
@@ -544,26 +712,41 @@ class Records final : public OpRecords {
     op_.inputs.set(op, filled.references);
     op_.kept.set(op, filled.kept);
     op_.recordable.set(op, boolean(filled.recordable));
-    op_.module.set(op, borrow(PyList_GetItem(names_.ptr(), called.module)));
+    op_.module.set(op, module_name());
     const auto out_bytes = to_int(known_.out_bytes.of(known)), workspace_bytes = to_int(known_.workspace_bytes.of(known));
     const auto with_op_bytes = to_int(live_bytes.of(memory_)) + out_bytes + workspace_bytes;
     if (with_op_bytes > to_int(budget_bytes.of(memory_))) {
       make_room_for.call(recorder_, known, op);
-    } else if (with_op_bytes > to_int(peak_bytes.of(memory_))) {
+    } else if (!is_estimated(known) && with_op_bytes > to_int(peak_bytes.of(memory_))) {
       peak_bytes.set(memory_, number(with_op_bytes));
     }
-    if (!run(called, op, known)) {
+    const auto held_bytes = to_int(live_bytes.of(memory_));
+    int64_t taken_bytes = -1;
+    if (!run(called, op, known, taken_bytes)) {
       return false;
     }
     settle_freed();
-    const auto made_bytes = record_outputs(called, op, written, known, workspace_bytes);
+    const auto made_bytes = record_outputs(called, op, written, known, taken_bytes);
+    if (called.facts.reads_to_host != 0) {
+      host_reads.add(recorder_, 1);
+    }
     if (const auto log = log_.of(follower_); !log.is_none()) {
       log_op(log, op, written, known);
     }
     if (made_bytes != out_bytes) {
       make_room.call(memory_, number(0), op_.function.of(op));
     }
+    if (is_between) {
+      const auto most_bytes = held_bytes + made_bytes + to_int(known_.workspace_bytes.of(known));
+      if (most_bytes > to_int(between_peak_bytes.of(recorder_))) {
+        between_peak_bytes.set(recorder_, number(most_bytes));
+      }
+    }
     return true;
+  }
+
+  bool is_estimated(py::handle known) {
+    return known_.guessed.in(known) == Py_True && to_int(known_.measurements.of(known)) == measurements_;
   }
 
   // Returns arguments with references in place of tensors.
@@ -655,41 +838,49 @@ class Records final : public OpRecords {
     }
   }
 
-  // Executes an op and times it, as `Recorder._execute` does; returns false if it failed.
-  bool run(const CalledOp& called, py::handle op, py::handle known) {
-    if (!times_each_) {
-      forget_failures.call(costs_);
-    }
+  // Executes an op and times it, as `Recorder._execute` does; returns false if it failed. `taken_bytes` are set if it is measured.
+  bool run(const CalledOp& called, py::handle op, py::handle known, int64_t& taken_bytes) {
     const bool draws = random.of(op_.operator_.of(op)).ptr() == Py_True;
     if (!draws) {
-      return run_timed(called, op, known);
+      return run_timed(called, op, known, taken_bytes);
     }
     acquire.call(lock_of_draws_);
     const Unlocked at_the_end{*this, lock_of_draws_};
     const auto read = called.inputs.empty() ? py::tuple() : py::make_tuple(steal(THPVariable_Wrap(called.inputs[0])));
     const auto state = get_random_state_(read, op_.kwargs.of(op));
     op_.draws.set(op, state);
-    const bool succeeded = run_timed(called, op, known);
+    const bool succeeded = run_timed(called, op, known, taken_bytes);
     if (!succeeded) {
       restore.call(state[py::int_(1)], state[py::int_(0)]);
     }
     return succeeded;
   }
 
-  bool run_timed(const CalledOp& called, py::handle op, py::handle known) {
-    const auto start = to_double(now.call(memory_));
-    if (!execute(called)) {
+  bool run_timed(const CalledOp& called, py::handle op, py::handle known, int64_t& taken_bytes) {
+    if (known_.needs_block.in(known) == Py_True) {
+      const auto size_bytes = to_int(known_.out_bytes.of(known)) + to_int(known_.workspace_bytes.of(known));
+      find_block.call(costs_, number(size_bytes), evict_after.of(memory_));
+    }
+    const bool is_measured = !times_each_ && start.call(costs_, known).ptr() == Py_True;
+    const auto begun_s = to_double(now.call(memory_));
+    if (!(times_each_ ? execute_here(called, known, taken_bytes) : execute(called))) {
+      if (is_measured) {
+        stop.call(costs_);
+      }
       return false;
     }
-    auto seconds = to_double(now.call(memory_)) - start;
+    auto seconds = to_double(now.call(memory_)) - begun_s;
     const auto& shortest_s = known_.seconds;
     if (!times_each_) {
       check_memory.call(costs_, op_.function.of(op));
       seconds = to_double(shortest_s.of(known));
     }
-    const auto clock = steal(PyFloat_FromDouble(to_double(clock_s.of(memory_)) + seconds));
-    clock_s.set(memory_, clock);
-    read_s.set(memory_, clock);
+    if (is_measured) {
+      const auto measured = stop.call(costs_);
+      seconds = to_double(measured[py::int_(0)]);
+      taken_bytes = to_int(measured[py::int_(1)]);
+    }
+    advance_clock(seconds);
     if (seconds < to_double(shortest_s.of(known))) {
       shortest_s.set(known, steal(PyFloat_FromDouble(seconds)));
     }
@@ -698,18 +889,46 @@ class Records final : public OpRecords {
     return true;
   }
 
+  // Executes an op whose time need not be waited for, and measures what it takes as `HostCosts` does.
+  bool execute_here(const CalledOp& called, py::handle known, int64_t& taken_bytes) {
+    const auto measurements = to_int(known_.measurements.of(known));
+    if (measurements == measurements_ || c10::ThreadLocalDebugInfo::get(kProfiler) != nullptr) { // the thread is profiled
+      return execute(called);
+    }
+    known_.measurements.set(known, number(measurements + 1));
+    const auto allocated = std::make_shared<AllocatedBytes>();
+    const c10::DebugInfoGuard guard(kProfiler, allocated);
+    const bool succeeded = execute(called);
+    taken_bytes = allocated->peak_bytes;
+    for (const auto& value : called.arguments) {
+      if (value.isTensor() && value.toTensor().defined() && value.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
+        taken_bytes += static_cast<int64_t>(value.toTensor().nbytes()); // the number is wrapped when Python calls the operator again
+      }
+    }
+    return succeeded;
+  }
+
   bool is_read(py::handle storage) {
     return to_int(storage_.last_read.of(storage)) == to_int(storage_.version.of(storage));
   }
 
   // Records what an op has made and written, as `Recorder.record` does, and returns the bytes that it has made.
-  int64_t record_outputs(const CalledOp& called, const py::object& op, const py::list& written, py::handle known, int64_t workspace_bytes) {
+  int64_t record_outputs(const CalledOp& called, const py::object& op, const py::list& written, py::handle known, int64_t taken_bytes) {
     const auto outputs = called.outputs();
     const bool is_list = outputs.size() == 1 && outputs[0].isTensorList();
     const auto values = is_list ? outputs[0].toListRef() : outputs;
     c10::SmallVector<std::pair<size_t, at::Tensor>, 4> new_tensors; // on different storages, with their positions
+    py::list unusual; // all outputs, if there are sparse ones among them
+    for (const auto& value : values) {
+      if (value.isTensor() && value.toTensor().layout() != at::kStrided && unusual.empty()) {
+        std::for_each(values.begin(), values.end(), [&](const auto& output) { unusual.append(torch::jit::toPyObject(output)); });
+        for (auto found : find_made.call(recorder_, op, unusual)) {
+          new_tensors.emplace_back(to_int(found[py::int_(0)]), THPVariable_Unpack(py::object(found[py::int_(1)]).ptr()));
+        }
+      }
+    }
     for (size_t i = 0; i < values.size(); ++i) {
-      if (!values[i].isTensor() || !values[i].toTensor().defined()) {
+      if (!values[i].isTensor() || !values[i].toTensor().defined() || !unusual.empty()) {
         continue;
       }
       const auto& tensor = values[i].toTensor();
@@ -725,7 +944,7 @@ class Records final : public OpRecords {
     py::list made;
     int64_t made_bytes = 0;
     for (const auto& [i, tensor] : new_tensors) {
-      const auto storage = add(tensor, called, recordable);
+      const auto storage = add(tensor, recordable);
       made_bytes += to_int(storage_.size_bytes.of(storage));
       made.append(steal(PyTuple_Pack(2, number(static_cast<int64_t>(i)).ptr(), steal(PyWeakref_NewRef(storage.ptr(), nullptr)).ptr())));
       if (recordable) {
@@ -734,7 +953,10 @@ class Records final : public OpRecords {
     }
     const bool has_made = PyList_GET_SIZE(made.ptr()) > 0;
     op_.outputs.set(op, std::move(made));
-    op_.room_bytes.set(op, number(made_bytes + workspace_bytes));
+    if (taken_bytes >= 0) {
+      record_measured.call(recorder_, op, number(made_bytes), number(taken_bytes));
+    }
+    op_.room_bytes.set(op, number(made_bytes + to_int(known_.workspace_bytes.of(known))));
     known_.out_bytes.set(known, number(made_bytes));
     if (recordable && has_made) {
       count_op(op);
@@ -820,10 +1042,11 @@ class Records final : public OpRecords {
   }
 
   // Records that the storage of a new tensor is resident, as `Memory.add` does.
-  py::object add(const at::Tensor& tensor, const CalledOp& called, bool recordable) {
+  py::object add(const at::Tensor& tensor, bool recordable) {
     const auto device = device_of(tensor);
-    const auto size = called.bytes_of(*tensor.storage().unsafeGetStorageImpl());
-    auto size_object = number(size);
+    const auto held_bytes = number(static_cast<int64_t>(tensor.storage().nbytes()));
+    const auto size_object = times_each_ && tensor.device().is_cpu() ? held_bytes : count_bytes.call(sizes_, held_bytes, device);
+    const auto size = to_int(size_object);
     auto storage = storage_.copy(empty_);
     storage_.chain.set(storage, py::list());
     storage_.aliases.set(storage, py::dict());
@@ -874,27 +1097,28 @@ class Records final : public OpRecords {
     for (auto storage : written) {
       changed.add(number_of(storage, log, step));
     }
-    const auto operator_ = op_.operator_.of(op);
-    const auto node = torch::autograd::get_current_node();
-    const auto logged = new_tuple<11>(
-        logged_type_,
-        {function.of(operator_), read.to_tuple(), made.to_tuple(), changed.to_tuple(), borrow(op_.seconds.in(op)),
-         borrow(op_.recordable.in(op)), random.of(operator_), boolean(node != nullptr),
-         number(node == nullptr ? -1 : static_cast<int64_t>(node->sequence_nr())), borrow(known_.workspace_bytes.in(known)),
-         borrow(op_.module.in(op))});
-    add_to_log(log, logged, steal(PyLong_FromVoidPtr(operator_.ptr())), borrow(known_.number.in(known)));
+    add_to_log(log, borrow(op_.operator_.in(op)), read.to_tuple(), made.to_tuple(), changed.to_tuple(), borrow(op_.seconds.in(op)),
+               borrow(op_.recordable.in(op)), borrow(known_.workspace_bytes.in(known)), borrow(op_.module.in(op)),
+               borrow(known_.number.in(known)));
   }
 
   // Adds an op to a log, as `StepPlans.add_op` does.
-  void add_to_log(const py::object& log, const py::object& logged, const py::object& operator_, const py::object& shapes) {
-    const auto item = [&](size_t i) { return borrow(PyTuple_GET_ITEM(logged.ptr(), static_cast<Py_ssize_t>(i))); };
+  void add_to_log(const py::object& log, const py::object& operator_, const py::object& read, const py::object& made,
+                  const py::object& changed, const py::object& seconds, const py::object& recordable,
+                  const py::object& workspace_bytes, const py::object& module, const py::object& shapes) {
+    const auto node = torch::autograd::get_current_node();
+    const auto logged = new_tuple<11>(
+        logged_type_,
+        {function.of(operator_), read, made, changed, seconds, recordable, random.of(operator_), boolean(node != nullptr),
+         number(node == nullptr ? -1 : static_cast<int64_t>(node->sequence_nr())), workspace_bytes, module});
+    const auto identity = steal(PyLong_FromVoidPtr(operator_.ptr()));
     const auto structure = add_after(structures.of(log), [&](const py::object& last) {
-      return number(py::hash(py::make_tuple(last, operator_, item(1), item(2), item(3))));
+      return number(py::hash(py::make_tuple(last, identity, read, made, changed)));
     });
     add_after(chains.of(log), [&](const py::object& last) { return number(py::hash(py::make_tuple(last, structure, shapes))); });
     add_after(made_bytes_.of(log), [&](const py::object& last) {
       auto size_bytes = to_int(last);
-      for (auto storage : item(2)) {
+      for (auto storage : made) {
         size_bytes += to_int(PyList_GET_ITEM(sizes_bytes.of(log).ptr(), to_int(storage)));
       }
       return number(size_bytes);
@@ -926,18 +1150,20 @@ class Records final : public OpRecords {
     return borrow(storage_.number.in(storage));
   }
 
-  const Name acquire{"acquire"}, add_of_memory{"add"}, allow{"allow"}, append{"append"}, budget_bytes{"budget_bytes"},
-      by_id{"_by_id"}, chains{"chains"}, check_memory{"check_memory"}, check_plan{"check_plan"}, clock_s{"clock_s"},
-      dropped_{"_dropped"}, eager_peak_bytes{"eager_peak_bytes"}, estimate_s{"estimate_s"}, evicted_bytes{"evicted_bytes"},
-      extra_bytes{"extra_bytes"}, following{"_following"}, forget_failures{"forget_failures"}, function{"function"},
-      heuristic_{"heuristic"}, keeps_random{"keeps_random"}, kept_ops{"kept_ops"}, ledger_{"ledger"}, live_bytes{"live_bytes"},
-      log_{"log"}, made_bytes_{"made_bytes"}, make_room{"make_room"}, make_room_for{"_make_room"},
-      mark_not_evicted{"mark_not_evicted"}, note_gone{"note_gone"}, now{"now"}, only_saved_in_log{"only_saved"}, ops{"ops"},
+  const Name acquire{"acquire"}, add_of_memory{"add"}, allow{"allow"}, append{"append"}, begin_step_of{"_begin_step"},
+      between_peak_bytes{"between_peak_bytes"}, budget_bytes{"budget_bytes"}, build_pattern{"build_pattern"}, by_id{"_by_id"},
+      chains{"chains"}, check_memory{"check_memory"}, check_plan{"check_plan"}, clock_s{"clock_s"}, count_bytes{"count_bytes"},
+      dropped_{"_dropped"}, eager_peak_bytes{"eager_peak_bytes"}, end{"end"}, estimate_s{"estimate_s"},
+      evict_after{"evict_after"}, evicted_bytes{"evicted_bytes"}, extra_bytes{"extra_bytes"}, find_block{"find_block"}, find_made{"_find_made"},
+      following{"_following"}, function{"function"}, heuristic_{"heuristic"}, host_reads{"host_reads"},
+      keeps_random{"keeps_random"}, kept_ops{"kept_ops"}, ledger_{"ledger"}, live_bytes{"live_bytes"}, log_{"log"},
+      made_bytes_{"made_bytes"}, make_room{"make_room"}, make_room_for{"_make_room"}, mark_not_evicted{"mark_not_evicted"},
+      module_number{"module"}, note_gone{"note_gone"}, now{"now"}, only_saved_in_log{"only_saved"}, ops{"ops"},
       overwrites{"overwrites"}, packs{"packs"}, peak_bytes{"peak_bytes"}, pending{"pending"}, pin{"pin"},
-      pin_if_lost{"pin_if_lost"}, pop_left{"popleft"}, random{"random"}, read_s{"read_s"}, record_write{"record_write"},
-      recorded{"_recorded"}, released_in_log{"released"}, restore{"restore"}, running{"running"}, settle{"settle"},
-      sizes_bytes{"sizes_bytes"}, step_number{"number"}, step_ops{"step_ops"}, storages{"_storages"}, structures{"structures"},
-      touch{"touch"}, unlock{"release"}, unpack_in_log{"unpack"};
+      pin_if_lost{"pin_if_lost"}, pop_left{"popleft"}, random{"random"}, read_s{"read_s"}, record_measured{"record_measured"},
+      record_write{"record_write"}, recorded{"_recorded"}, released_in_log{"released"}, restore{"restore"}, running{"running"},
+      settle{"settle"}, sizes_bytes{"sizes_bytes"}, start{"start"}, step_number{"number"}, step_ops{"step_ops"}, stop{"stop"},
+      storages{"_storages"}, structures{"structures"}, touch{"touch"}, unlock{"release"}, unpack_in_log{"unpack"};
 
   const py::object recorder_, new_storage_, watch_type_, reference_type_, logged_type_;
   const OpClass op_;
@@ -946,14 +1172,15 @@ class Records final : public OpRecords {
   const StorageClass storage_;
   const py::object invisible_;
   const Slot watch_extra_, watch_size_, watch_storage_;
-  const py::object lock_, memory_, follower_, plans_, recomputation_, costs_, sources_, saved_, names_, resident_, freed_, note_freed_;
+  const py::object lock_, memory_, follower_, plans_, recomputation_, costs_, sources_, saved_, names_, noted_, sizes_, resident_, freed_, note_freed_;
   const Py_ssize_t longest_chain_;
   const py::object lock_of_draws_, get_random_state_, ledger_watch_type_;
   const Slot ledger_watch_id_;
+  const int64_t few_ops_, measurements_;
   const bool times_each_; // ops are done when they return
   const py::object empty_ = new_storage_(0, py::none(), py::arg("pinned") = true);
   std::vector<std::pair<c10::Device, py::object>> devices_;
-  std::unordered_map<Key, py::object, KeyHash> patterns_; // records of ops, with Ellipsis in place of tensors
+  std::unordered_map<Key, py::object, KeyHash> patterns_; // records of ops, without their storages
 };
 
 } // namespace

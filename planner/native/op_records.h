@@ -1,4 +1,4 @@
-// Records of ops near the budget of the eager runtime: op_records.cpp describes them.
+// Records of the ops of the eager runtime: op_records.cpp describes them.
 
 #pragma once
 
@@ -6,8 +6,8 @@
 #include <Python.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
-#include <c10/core/StorageImpl.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/FunctionRef.h>
 
@@ -27,26 +27,54 @@ inline int64_t version_of(const at::Tensor& tensor) {
   return static_cast<int64_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
 }
 
+// The facts about an operator, as `planner.train.eager.operators.Operator` has them: `_fill_facts` of native_recording fills them in.
+struct OperatorFacts {
+  enum Way : int64_t {
+    kView, // neither memory nor contents change
+    kRecorded, // by op_records.cpp
+    kByRecorder,
+  };
+  enum SizedByData : int64_t { kNever, kSizedByMasks, kSizedByData }; // masks are in the list that is the second argument
+
+  int64_t way = kByRecorder;
+  int64_t python = 0; // the `Operator`, which is never freed
+  int64_t only_writes = 0; // it returns only tensors that it has written, and keeps their sizes
+  int64_t reads_to_host = 0, sized_by_data = kNever;
+  int64_t statistics = -1, training = -1;
+  int64_t mutated = 0; // a bit for each argument
+
+  bool updates_statistics(c10::ArrayRef<c10::IValue> arguments) const {
+    return statistics >= 0 && (training < 0 || arguments[static_cast<size_t>(training)].toBool());
+  }
+
+  // Returns whether it writes an argument, if it updates statistics or not.
+  bool is_written(size_t i, bool updated_statistics) const {
+    const auto position = static_cast<int64_t>(i);
+    return statistics >= 0 ? updated_statistics && (position == statistics || position == statistics + 1)
+                           : i < 64 && (mutated >> i & 1) != 0;
+  }
+};
+
 // What the records of an op depend on, but for its tensors.
 using Key = std::vector<int64_t>;
 
 // A call of an operator.
 struct CalledOp {
+  const c10::OperatorHandle& handle;
+  const OperatorFacts& facts;
   const Key& key;
+  c10::ArrayRef<c10::IValue> arguments;
   c10::ArrayRef<at::Tensor> inputs; // those whose memory counts, in order, without running statistics that it updates
   c10::ArrayRef<at::Tensor> written;
   bool updates_statistics; // `written` are running statistics
-  int64_t module; // the number of the module that is running
   c10::function_ref<bool()> execute; // without the interpreter lock; returns false if it failed
   c10::function_ref<c10::ArrayRef<c10::IValue>()> outputs; // when it has run
-  c10::function_ref<int64_t(const c10::StorageImpl&)> bytes_of; // that the budget counts
 };
 
 // How far an op has come.
 enum class Recorded {
   kDone, // it was executed, and recorded if it was to be
   kFailed, // it is part of a recomputation, and failed
-  kNotKnown, // nothing was done: the recorder executes it, and its key may be learned
   kLeft, // it was not executed, or it failed: the recorder goes on
 };
 
@@ -57,9 +85,6 @@ class OpRecords {
 
   // Executes an op and records it. Called without the interpreter lock.
   virtual Recorded record(const CalledOp& called) = 0;
-
-  // Takes the record of an op, without its tensors, as the pattern for further ones of the same key.
-  virtual void learn(const Key& key, PyObject* pattern) = 0;
 
   // The hooks on saved tensors; see planner.train.eager.saved_tensors. They return null if Python has to do it: to pack the first
   // tensor of a step, or to unpack one that is evicted or overwritten.
@@ -88,5 +113,5 @@ class EvictionLedger {
 // Returns the ledger of ledger.cpp that an object is; null if it is another one.
 EvictionLedger* find_ledger(PyObject* object);
 
-// `parts`: the recorder, and the classes of storages, their weak references, references, logged ops and saved tensors.
+// `parts`: the recorder, and what else the constructor in op_records.cpp names.
 std::unique_ptr<OpRecords> new_op_records(PyObject* parts);

@@ -25,16 +25,15 @@ the program has released one by freeing it. Then neither eager PyTorch's peak no
 Banishing is not used either: it pins what was computed from a released tensor. That is true of most saved tensors, so too little
 would be left to evict.
 
-A dispatch mode takes longer than small ops do. While memory is far below the budget, no record is needed. So as soon as the C++
-library is compiled, ops go to a log in it (``deferred_log``), which executes them, counts bytes, and notes what a later record
-needs. If an op does not fit, or the log cannot note it, the recorder reads the log: it sees the same calls with their original
-outputs, and makes the same records. From then on it sees the ops itself, until the step ends. The first ops of each signature are
-measured (``device_costs``); on CUDA the recorder executes these.
+A dispatch mode takes longer than small ops do. So as soon as the C++ library is compiled, it receives the ops below autograd,
+executes and records them (``native_recording``), far below the budget as near it. Before, ops far below it went to a log, which
+was read for the recorder when memory ran out: a second way to record the same ops, for a few microseconds less for each. The
+first ops of each signature are measured (``device_costs``).
 
-``recording`` sees the ops, ``saved_tensors`` has what autograd holds, and ``sources`` what that is computed from. ``log_reading``
-leaves ops to the log and reads it, ``modules`` knows which module is running, ``draws`` what random ops draw, ``garbage`` how
-often garbage is collected. ``sizes`` knows what ops will allocate, for common ones by ``size_rules``; ``memory`` makes room and
-asks the ledger of ``solvers.online`` for the victim, or the same in C++ (``planner.native.ledger``); ``recompute`` executes
+``recording`` sees the ops, ``saved_tensors`` has what autograd holds, and ``sources`` what that is computed from. ``modules``
+knows which module is running, ``draws`` what random ops draw, ``garbage`` how often garbage is collected. ``sizes`` knows what
+ops will allocate, for common ones by ``size_rules``; ``memory`` makes room and asks the ledger of ``solvers.online`` for the
+victim, or the same in C++ (``planner.native.ledger``); ``recompute`` executes
 chains again; ``session`` has the public API. ``step_follower`` logs each step; ``step_log`` turns it into a graph; ``step_plans``
 has repeated steps solved, and returns what their plans evict. ``enough_budget`` finds a budget that is large enough for a
 recorded step.

@@ -1,7 +1,9 @@
 """Time and memory of ops: on the CPU, and on a CUDA device, where ops return before they are done."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from threading import get_ident
@@ -16,21 +18,34 @@ from planner.runtime.allocator import get_cuda_bytes
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.core import begin_allocations, end_allocations, profiler_enabled
 from planner.torch_private.cuda import allocate_raw, free_raw, notify_out_of_memory
-from planner.train.eager.deferred_log import note_failure
+from planner.train.eager.operators import Operator
+from planner.train.eager.size_rules import iterate_tensors
 from planner.train.eager.sizes import KnownOp
+from planner.train.eager.storages import RecordedOp
 
 # By thread and device: bytes of the allocator's last failed request, until it is checked.
 unserved: dict[tuple[int, int | None], int] = {}
 MEASUREMENTS = 2  # of each signature: in the first, kernels are loaded and libraries choose algorithms
+_ENOUGH = 8  # measurements of an operator, to estimate what it takes in other sizes
 
 
 @cache
 def _note_unserved() -> None:
     def note(index: int, asked_bytes: int) -> None:
         unserved[get_ident(), index] = asked_bytes
-        note_failure(index)
 
     notify_out_of_memory(note)
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What an operator has taken in its measured executions: sums, and the most workspace with the bytes moved beside it."""
+
+    executions: int = 0
+    seconds: float = 0.0
+    moved_bytes: int = 0
+    workspace_bytes: int = 0
+    workspace_of_bytes: int = 1
 
 
 class OpCosts(ABC):
@@ -52,6 +67,18 @@ class OpCosts(ABC):
             return False
         known.measurements += 1
         return True
+
+    def note(self, op: RecordedOp, made_bytes: int, workspace_bytes: int) -> None:
+        """Note what an op has taken that was measured, and the bytes that it has made, where other sizes are estimated."""
+        return
+
+    def estimate(self, operator: Operator, known: KnownOp, values: Sequence[object]) -> int:
+        """Estimate what an op of a new signature with these arguments takes, if it takes long to measure it.
+
+        Return the most workspace that the operator has taken so far, by which the peak is estimated: what grows with the sizes is
+        an upper bound.
+        """
+        return 0
 
     @abstractmethod
     def begin(self) -> bool:
@@ -139,6 +166,7 @@ class DeviceCosts(OpCosts):
         self._device = device
         self._taken = 0
         self._start = 0.0
+        self._measured: defaultdict[str, _Measured] = defaultdict(_Measured)  # by the name of the operator
         _note_unserved()
 
     def get_in_use_bytes(self) -> int:
@@ -187,6 +215,29 @@ class DeviceCosts(OpCosts):
         torch.cuda.synchronize(self._device)
         seconds = perf_counter() - self._start
         return seconds, compute_allocated_bytes(self._get_taken_bytes() - self._taken, self._device)
+
+    def note(self, op: RecordedOp, made_bytes: int, workspace_bytes: int) -> None:
+        """Note what an op has taken that was measured, and the bytes that it has made."""
+        measured = self._measured[op.operator.name]
+        moved_bytes = made_bytes + sum(reference.count_bytes() for reference in op.inputs)
+        measured.executions += 1
+        if measured.executions > MEASUREMENTS:  # the first ones load kernels
+            measured.seconds += op.seconds
+            measured.moved_bytes += moved_bytes
+        if workspace_bytes > measured.workspace_bytes:
+            measured.workspace_bytes, measured.workspace_of_bytes = workspace_bytes, max(moved_bytes, 1)
+
+    def estimate(self, operator: Operator, known: KnownOp, values: Sequence[object]) -> int:
+        """Estimate what an op of a new signature with these arguments takes, so that the host need not wait for it."""
+        measured = self._measured[operator.name]
+        if known.measurements or known.needs_block or measured.executions < _ENOUGH:
+            return 0
+        moved_bytes = known.out_bytes + sum(tensor.nbytes for tensor in iterate_tensors(values))
+        known.measurements = MEASUREMENTS
+        known.seconds = measured.seconds / max(measured.moved_bytes, 1) * moved_bytes
+        known.workspace_bytes = int(measured.workspace_bytes * max(moved_bytes / measured.workspace_of_bytes, 1.0))
+        known.guessed = True
+        return measured.workspace_bytes
 
     def _get_taken_bytes(self) -> int:
         # A counter that only increases: resetting a peak would change the user's statistics. As nested dictionaries they take a

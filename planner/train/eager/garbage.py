@@ -1,8 +1,8 @@
 """Runs of Python's garbage collector while ops are recorded: about as often as without records.
 
 A record takes about 20 containers, and lives until the step ends. So the collector would run once in a few dozen ops, look at all
-records, and now and then at all objects of the process: a quarter of the time that recording adds to small ops. While ops go to
-the log in C++ nothing is changed. When memory is short, the runtime collects garbage itself.
+records, and now and then at all objects of the process: a quarter of the time that recording adds to small ops. When memory is
+short, the runtime collects garbage itself.
 """
 
 import gc
@@ -26,24 +26,4 @@ def _collect_rarely() -> Iterator[None]:
             gc.set_threshold(*before)
 
 
-_COLLECTED_RARELY = SharedContext(_collect_rarely)
-
-
-class RareCollections:
-    """The part of a recorder in how often the collector runs: rarely while any of them records."""
-
-    def __init__(self) -> None:
-        """Initialize without changing anything."""
-        self._are_on = False
-
-    def start(self) -> None:
-        """Let the collector run rarely; do nothing if it does so for this recorder."""
-        if not self._are_on:
-            self._are_on = True
-            _COLLECTED_RARELY.__enter__()
-
-    def stop(self) -> None:
-        """Let the collector run as often as before; do nothing if it does so as far as this recorder is concerned."""
-        if self._are_on:
-            self._are_on = False
-            _COLLECTED_RARELY.__exit__()
+COLLECTED_RARELY = SharedContext(_collect_rarely)

@@ -45,10 +45,10 @@ class Operator:
         passes: it only makes views or reads sizes: neither memory nor contents change.
         writes: it writes some of its arguments, or running statistics.
         mutated: the arguments that it writes, by position and name, without running statistics.
-        returns_nothing_new: it returns only tensors that it has written.
         allocates_first: it allocates before it writes: if the allocator fails, it has written nothing.
         rebinds: it gives its argument another storage, or resizes it.
         resizes_out: it resizes the tensors that are given for its results (``out=``).
+        is_plain_write: it returns nothing new, and the tensors that it writes keep their storages and sizes.
         has_plain_returns: it returns nothing but tensors, numbers and lists of them.
         pointwise: the sizes of its outputs do not depend on numbers among its arguments.
         random: it draws from a generator.
@@ -67,10 +67,10 @@ class Operator:
     passes: bool
     writes: bool
     mutated: tuple[tuple[int, str], ...]
-    returns_nothing_new: bool
     allocates_first: bool
     rebinds: bool
     resizes_out: bool
+    is_plain_write: bool
     has_plain_returns: bool
     pointwise: bool
     random: bool
@@ -103,6 +103,8 @@ class Operator:
             for i, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
+        returns_nothing_new = all(value.alias_info is not None for value in schema.returns)
+        resizes_out = bool(list_names_of_outs(op))
         statistics, training = _RUNNING_STATISTICS.get(name, (None, None))
         return cls(
             function=op,
@@ -111,11 +113,11 @@ class Operator:
             passes=(op.is_view or torch.Tag.inplace_view in tags or not _has_tensors(schema)) and not rebinds,
             writes=bool(mutated) or statistics is not None,
             mutated=() if statistics is not None else mutated,
-            returns_nothing_new=bool(mutated) and all(value.alias_info is not None for value in schema.returns),
             # Batch norm allocates its outputs before it writes statistics, and pointwise ops are one kernel.
             allocates_first=not mutated or statistics is not None or torch.Tag.pointwise in tags,
             rebinds=rebinds,
-            resizes_out=bool(list_names_of_outs(op)),
+            resizes_out=resizes_out,
+            is_plain_write=bool(mutated) and returns_nothing_new and not rebinds and not resizes_out,
             has_plain_returns={str(value.type) for value in schema.returns} <= _PLAIN,
             pointwise=torch.Tag.pointwise in tags,
             random=is_random,
@@ -133,18 +135,6 @@ class Operator:
         if not self.sized_by_data or self.name != "aten::index":
             return self.sized_by_data
         return any(index is not None and is_mask(index) for index in args[1])
-
-    def build_result(self, outputs: Sequence[torch.Tensor | None]) -> Any:
-        """Return `outputs` in the form in which the operator returns them, with empty values for those that are not tensors."""
-        assert isinstance(self.function, OpOverload)
-        kinds = [str(value.type) for value in self.function._schema.returns]
-        if len(kinds) == 1 and kinds[0] == "List[Tensor]":
-            return list(outputs)
-        filled: tuple[Any, ...] = tuple(
-            output if output is not None or kind == "Tensor" else [] if kind.startswith("List") else 0
-            for output, kind in zip(outputs, kinds, strict=True)
-        )
-        return filled[0] if len(filled) == 1 else filled or None
 
 
 def _has_tensors(schema: Any) -> bool:

@@ -1,14 +1,13 @@
 """The dispatch mode: makes room before each op, and records it afterwards.
 
-Far below the budget ops do not come here (``deferred_log``). Near it, once the C++ library is there, it executes and records most
-ops of signatures that were recorded here before (``planner/native/op_records.cpp``). Recording takes longer than a small op all
-the same: with most of the budget in use, steps of small ops take up to twice as long as in eager PyTorch. An op that ends with an
-error may have written a part of its result, so that storage is kept, as it cannot be recomputed.
+Once the C++ library is there, it executes and records most ops (``native_recording``), and only the others come here. Without it,
+recording takes longer than small ops do. An op that ends with an error may have written a part of its result, so that storage is
+kept, as it cannot be recomputed.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,22 +19,21 @@ from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import TorchDispatchMode, storage_address
 from planner.train.eager.device_costs import OpCosts
 from planner.train.eager.draws import get_random_state, lock_of_draws
-from planner.train.eager.garbage import RareCollections
 from planner.train.eager.memory import Memory
 from planner.train.eager.modules import CurrentModule
 from planner.train.eager.operators import Operator
 from planner.train.eager.recompute import Recomputation
 from planner.train.eager.saved_tensors import SavedTensor
 from planner.train.eager.size_rules import iterate_tensors
-from planner.train.eager.sizes import KnownOp, OutputSizes, bound_data_dependent_bytes
+from planner.train.eager.sizes import KnownOp, OutputSizes, bound_data_dependent_bytes, may_take_free_memory
 from planner.train.eager.sources import Sources
 from planner.train.eager.step_follower import StepFollower
-from planner.train.eager.storages import RecordedOp, Reference, TrackedStorage, build_reference, make_alias
+from planner.train.eager.storages import RecordedOp, Reference, TrackedStorage, build_reference, leave_out_storages, make_alias
 
 # Module globals, because they are read for each tensor of each op.
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 # Records are dropped when no tensor is saved, but only if there are more of them than this.
-_FEW_OPS = 64
+FEW_OPS = 64
 # A note added to the allocator's error.
 _NOT_AGAIN = (
     "planner.rematerialize does not run {} again: it may have written part of a tensor that cannot be recomputed, such as a "
@@ -56,7 +54,8 @@ class Recorder(TorchDispatchMode):
         costs: measures ops.
 
     Attributes:
-        handle: executes an op that was called: `run`, or the function with which a `LogReader` has replaced it.
+        take_error: returns the error of the C++ library's attempt to execute the op that was called, if there was one: in a list,
+            which is emptied when it is raised again, so that its traceback does not lead back to it.
         release: forgets a saved tensor that autograd drops, and returns True, if the C++ library records ops; else returns False.
         lock: held while the state of the runtime is read or changed, because a backward pass may run in several threads.
         is_closed: the block has ended.
@@ -66,7 +65,6 @@ class Recorder(TorchDispatchMode):
         between_peak_bytes: the most bytes in memory during an op that ran while autograd held no tensor.
         host_reads: number of Python numbers that were read from tensors.
         module: the module that is running.
-        collections: how often the garbage collector runs.
     """
 
     __slots__ = ("_recorded", "kept_ops", "ops")
@@ -90,8 +88,7 @@ class Recorder(TorchDispatchMode):
         self.sources = Sources(memory, recomputation)
         self.ops = self.kept_ops = self.host_reads = self.between_peak_bytes = 0
         self.module = CurrentModule(SimpleNamespace(module=0))
-        self.collections = RareCollections()
-        self.handle: Callable[[RecordedOp], Any] = self.run
+        self.take_error: Callable[[], list[Exception]] = list
         self.release: Callable[[SavedTensor], bool] = lambda _saved: False
         self._operators: dict[int, Operator] = {}
         self._recorded = 0
@@ -110,8 +107,7 @@ class Recorder(TorchDispatchMode):
         with self.lock:
             if self.recomputation.running:
                 return operator.call(*args, **(kwargs or {}))
-            op = RecordedOp(operator, args, kwargs or {})
-            return self.handle(op)
+            return self.run(RecordedOp(operator, args, kwargs or {}), self.take_error())
 
     def get_operator(self, op: object) -> Operator:
         """Return the facts about an operator, cached by identity: operators are never freed, and hashing them is slow."""
@@ -120,16 +116,9 @@ class Recorder(TorchDispatchMode):
             operator = self._operators[id(op)] = Operator.of(op)
         return operator
 
-    def run(self, op: RecordedOp, failed: list[Exception] | None = None) -> Any:
-        """Execute an op within the budget, and record it.
-
-        Args:
-            op: the op.
-            failed: the error of a first attempt, if there was one: in a list, which is emptied when it is raised again, so that
-                its traceback does not lead back to it.
-        """
+    def run(self, op: RecordedOp, failed: list[Exception]) -> Any:
+        """Execute an op within the budget, and record it; `failed` is what `take_error` has returned."""
         memory, follower, operator, args, kwargs = self.memory, self.follower, op.operator, op.args, op.kwargs
-        failed = failed or []
         if memory.freed:
             memory.settle()
         is_between = not self.sources.saved
@@ -140,7 +129,7 @@ class Recorder(TorchDispatchMode):
         written: Sequence[TrackedStorage] = ()
         if operator.writes:
             written = self.find_writes(op)
-            if op.is_writing_only_pinned(written):
+            if operator.is_plain_write and all(storage.pinned for storage in written):
                 return self._write_pinned(op, written, failed)
         known = op.known = self.describe(op, args)
         out_bytes = known.out_bytes
@@ -250,11 +239,34 @@ class Recorder(TorchDispatchMode):
         self.recomputation.step_ops += 1
         return outputs
 
-    def describe(self, op: RecordedOp, args: Sequence[Any], *, has_run: bool = False) -> KnownOp:
-        """Replace the tensors in the arguments of an op, `args`, by references; return the facts about its signature.
+    def build_pattern(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any], number: int) -> RecordedOp | None:
+        """Return the record of an op of a new signature without its storages, of which the C++ library makes those of such ops.
 
-        If it `has_run`, contents that it has read may be freed.
+        Args:
+            operator: the facts about its operator.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            number: the number of the signature.
+
+        Returns:
+            None if the op has arguments that only `run` supports.
         """
+        op = RecordedOp(operator, args, kwargs)
+        op.known = self._learn_sizes(number, operator.function, args, kwargs)
+        if operator.statistics is not None:
+            self.find_writes(op)
+        try:
+            op.args, op.kwargs = leave_out_storages(list(op.args)), leave_out_storages(kwargs)
+        except (NotImplementedError, RuntimeError):
+            return None
+        memory = self.memory
+        if likely_bytes := self.costs.estimate(operator, op.known, (*args, *kwargs.values())):
+            with_op_bytes = memory.live_bytes + op.known.out_bytes + likely_bytes
+            memory.peak_bytes = max(memory.peak_bytes, min(with_op_bytes, memory.budget_bytes))
+        return op
+
+    def describe(self, op: RecordedOp, args: Sequence[Any]) -> KnownOp:
+        """Replace the tensors in the arguments of an op, `args`, by references; return the facts about its signature."""
         operator, kwargs = op.operator, op.kwargs
         if operator.rebinds:  # its arguments may be storages, which a signature would keep alive
             op.recordable = False
@@ -270,12 +282,19 @@ class Recorder(TorchDispatchMode):
             return KnownOp(0)
         if operator.is_sized_by_data(args):
             known = self.sizes.get_sized_by_data(operator.name, args)
-            known.out_bytes = 0 if has_run else bound_data_dependent_bytes(operator.name, args, kwargs)
+            known.out_bytes = bound_data_dependent_bytes(operator.name, args, kwargs)
             return known
         if operator.resizes_out:
             key += [tensor.untyped_storage().nbytes() for tensor in iterate_tensors(kwargs)]
         signature = tuple(key)
-        return self.sizes.known(signature) or self.sizes.learn(signature, operator.function, args, kwargs)
+        return self.sizes.known(signature) or self._learn_sizes(signature, operator.function, args, kwargs)
+
+    def _learn_sizes(
+        self, signature: Hashable, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> KnownOp:
+        known = self.sizes.learn(signature, function, args, kwargs)
+        known.needs_block = not self.costs.times_each and may_take_free_memory(function)
+        return known
 
     def _replace_by_references(self, values: Iterable[Any], op: RecordedOp, key: list[Any]) -> list[Any]:
         """Return `values` with references in place of tensors, and append to `key` everything that sizes depend on."""
@@ -379,7 +398,7 @@ class Recorder(TorchDispatchMode):
             if op.recordable:
                 storage.chain.append(op)
         if op.taken_bytes:
-            known.record_workspace(op.taken_bytes - made_bytes)
+            self.record_measured(op, made_bytes, op.taken_bytes)
         known.out_bytes = made_bytes
         op.room_bytes = made_bytes + known.workspace_bytes
         if operator.reads_to_host:
@@ -390,10 +409,17 @@ class Recorder(TorchDispatchMode):
             self.kept_ops += 1
         return made_bytes
 
+    def record_measured(self, op: RecordedOp, made_bytes: int, taken_bytes: int) -> None:
+        """Record the bytes that a measured op has taken in total, of which `made_bytes` are its outputs'."""
+        known = op.known
+        assert known is not None
+        known.record_workspace(taken_bytes - made_bytes)
+        self.costs.note(op, made_bytes, taken_bytes - made_bytes)
+
     def _find_made(self, op: RecordedOp, outputs: Any) -> Iterable[tuple[int, torch.Tensor]]:
         """Return the outputs of an op on new storages, one for each storage, with their positions."""
         find = self.memory.find
-        if type(outputs) is _Tensor and outputs.layout is torch.strided:
+        if (type(outputs) is _Tensor or type(outputs) is _Parameter) and outputs.layout is torch.strided:
             return ((0, outputs),) if find(storage_address(outputs)) is None else ()
         made: dict[int, tuple[int, torch.Tensor]] = {}
         for position, output in enumerate(outputs if isinstance(outputs, list | tuple) else (outputs,)):
@@ -459,7 +485,7 @@ class Recorder(TorchDispatchMode):
 
     def _begin_step(self) -> None:
         """Drop all records if no tensor is saved, unless there are few of them, because that takes time."""
-        if self._recorded > _FEW_OPS and 4 * self._recorded > len(self.memory.resident):
+        if self._recorded > FEW_OPS and 4 * self._recorded > len(self.memory.resident):
             self.forget()
             self.recomputation.begin_step()
 
@@ -479,7 +505,6 @@ class Recorder(TorchDispatchMode):
     def close(self) -> None:
         """End the block: its records, and what they hold in memory, are dropped when no saved tensor needs them."""
         self.is_closed = True
-        self.collections.stop()
         self.memory.settle()
         if not self.sources.saved:
             self.forget()

@@ -3,12 +3,11 @@
 While the C++ library records, it does what is done here for most of them (``planner/native/op_records.cpp``).
 """
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from planner.torch_private.core import storage_address
-from planner.train.eager.deferred_log import LoggedTensor
 from planner.train.eager.recompute import get_resident_tensor
 from planner.train.eager.storages import Reference, make_alias
 
@@ -117,7 +116,5 @@ def unpack(saved: object) -> torch.Tensor:
     """
     if isinstance(saved, SavedTensor):
         return saved.unpack()
-    if isinstance(saved, torch.Tensor):
-        return saved
-    logged = cast("LoggedTensor", saved)  # comes here only if the tensor was modified in place
-    raise _build_overwritten_error(logged.held, logged.version, logged.held._version)
+    assert isinstance(saved, torch.Tensor)
+    return saved

@@ -34,8 +34,9 @@ from planner.torch_private.core import (
 )
 from planner.train.eager.device_costs import create_costs
 from planner.train.eager.enough_budget import find_enough_bytes
-from planner.train.eager.log_reading import LogReader, SwitchedHooks
+from planner.train.eager.garbage import COLLECTED_RARELY
 from planner.train.eager.memory import Memory
+from planner.train.eager.native_recording import NativeRecording, SwitchedHooks
 from planner.train.eager.recompute import Recomputation
 from planner.train.eager.recording import Recorder
 from planner.train.eager.shared_context import SharedContext
@@ -109,10 +110,10 @@ def rematerialize(
 
 
 class SessionDebug(NamedTuple):
-    """The parts that run a block: the recorder, and the reader of the log in C++ if there is one."""
+    """The parts that run a block: the recorder, and the C++ library's recording if it is there."""
 
     recorder: Recorder
-    reader: LogReader | None
+    native: NativeRecording | None
 
 
 class Rematerialization:
@@ -152,7 +153,7 @@ class Rematerialization:
         memory.live_bytes = max(memory.live_bytes, costs.get_in_use_bytes())  # including memory that Python does not know of
         memory.make_room(0, "entering the block")
         recomputation = Recomputation(memory, self._max_recomputation, costs)
-        follower = StepFollower(StepPlans(memory.budget_bytes), memory, self._device)
+        follower = StepFollower(StepPlans(memory.budget_bytes), memory)
         self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
         memory.on_release = follower.log_release
         memory.evict_planned = follower.evict_one
@@ -161,11 +162,11 @@ class Rematerialization:
             if self._counted is not CountedMemory.ALLOCATED:
                 block.enter_context(limit_allocator(self._device, memory.budget_bytes))
             block.callback(recorder.close)
-            recorder.collections.start()
+            block.enter_context(COLLECTED_RARELY)
             block.callback(follower.close)
             block.enter_context(recorder.module)
             block.enter_context(recorder)
-            self._hooks = block.enter_context(SwitchedHooks(recorder, self._device))
+            self._hooks = block.enter_context(SwitchedHooks(recorder))
             block.enter_context(_TRANSFORMS)
             block.enter_context(saved_tensors_hooks(*self._hooks.build_hooks()))
             self._block = block.pop_all()
@@ -190,18 +191,12 @@ class Rematerialization:
     def _entered(self) -> Recorder:
         if self._recorder is None:
             raise UsageError("the block has not been entered yet: use it as `with planner.rematerialize(...) as session:`")
-        if (reader := self._reader) is not None:
-            reader.observe()
         return self._recorder
-
-    @property
-    def _reader(self) -> LogReader | None:
-        return None if self._hooks is None else self._hooks.reader
 
     @property
     def debug(self) -> SessionDebug:
         """The objects that run the block; for tests and debugging, and may change."""
-        return SessionDebug(self._entered, self._reader)
+        return SessionDebug(self._entered, None if self._hooks is None else self._hooks.native)
 
     @property
     def budget_bytes(self) -> int:

@@ -1,7 +1,6 @@
 """Bytes of the outputs of common ops, from the shapes and types of their arguments in microseconds.
 
-A rule returns the bytes that the op will allocate, or None where it cannot tell, as for types that PyTorch would promote. The
-op log computes upper bounds for more ops.
+A rule returns the bytes that the op will allocate, or None where it cannot tell, as for types that PyTorch would promote.
 """
 
 import math
@@ -13,9 +12,6 @@ from typing import Any
 import torch
 
 from planner.torch_private.core import is_composite
-
-# What bounds the outputs of an operator: the values of ``Bound`` in deferred_log.cpp.
-_NONE, _NOTHING_NEW, _BROADCAST, _PRODUCT, _SIZE, _INDEXED, _SELECTED, _CONCATENATED, _POSITIONS = range(9)
 
 Sizes = Sequence[int] | None  # the bytes of each new output
 Rule = Callable[[Sequence[Any], dict[str, Any]], Sizes]
@@ -37,19 +33,6 @@ def get_rule(function: Any) -> Rule | None:
     if torch.Tag.pointwise in function.tags and [str(value.type) for value in schema.returns] == ["Tensor"]:
         return _count_truth_values if name in _TRUTH_VALUES else _count_pointwise
     return None
-
-
-def bound_of(function: Any) -> int:
-    """Return the kind of bound for all outputs of an operator: a value of ``Bound`` in deferred_log.cpp."""
-    rule = get_rule(function)
-    if rule is not None:
-        return _BOUNDS_OF_RULES[rule]
-    name = _name_in_aten(function)
-    if name is None or list_names_of_outs(function):
-        return _NONE
-    if torch.Tag.pointwise in function.tags or name.startswith("_scaled_dot_product_"):
-        return _BROADCAST
-    return _BOUNDS.get(name, _NONE)
 
 
 def list_names_of_outs(function: Any) -> list[str]:
@@ -104,6 +87,34 @@ def _count_new(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
 def _count_softmax(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
     to_float = args[2]
     return (args[0].numel() * (4 if to_float else args[0].element_size()),)
+
+
+def _count_softmax_gradient(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
+    """Return the bytes of a tensor of the shape of the first argument, of the type that is the last."""
+    return (args[0].numel() * args[3].itemsize,)
+
+
+def _count_layer_norm(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
+    """Return the bytes of the result, and of mean and deviation of each row."""
+    value = args[0]
+    if value.dtype not in (torch.float32, torch.float64):
+        return None
+    rows = value.numel() // max(math.prod(args[1]), 1)
+    return (value.nbytes, rows * value.element_size(), rows * value.element_size())
+
+
+def _count_concatenated(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
+    tensors = args[0]
+    return (sum(tensor.nbytes for tensor in tensors),) if len({tensor.dtype for tensor in tensors}) == 1 else None
+
+
+def _count_embedding(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
+    table, positions = args[:2]
+    return (positions.numel() * table.shape[-1] * table.element_size(),)
+
+
+def _count_gathered(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
+    return (args[2].numel() * args[0].element_size(),)
 
 
 def _count_product(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
@@ -172,7 +183,10 @@ def iterate_tensors(values: object) -> Iterator[torch.Tensor]:
         yield values
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from iterate_tensors(value)
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, list | tuple | dict):
+                yield from iterate_tensors(value)
     elif isinstance(values, dict):
         yield from iterate_tensors(list[Any](values.values()))
 
@@ -193,30 +207,13 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("addmm", "baddbmm", "bmm", "mm"), _count_product),
     **dict.fromkeys(("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"), _count_loss),
     **dict.fromkeys(("mean", "sum"), _count_reduced),
-    "_softmax": _count_softmax,
+    **dict.fromkeys(("_log_softmax", "_softmax"), _count_softmax),
+    **dict.fromkeys(("_log_softmax_backward_data", "_softmax_backward_data"), _count_softmax_gradient),
+    "_unsafe_view": _count_nothing,
+    "cat": _count_concatenated,
+    "embedding": _count_embedding,
+    "gather": _count_gathered,
     "index": _count_indexed,
     "index_select": _count_selected,
-}
-_BOUNDS_OF_RULES: dict[Rule, int] = {
-    **dict.fromkeys(
-        (_count_like, _count_loss, _count_pointwise, _count_reduced, _count_softmax, _count_truth_values), _BROADCAST
-    ),
-    _count_indexed: _INDEXED,
-    _count_new: _SIZE,
-    _count_nothing: _NOTHING_NEW,
-    _count_product: _PRODUCT,
-    _count_selected: _SELECTED,
-}
-_OF_SIZE_OF_INPUTS = (
-    *("_log_softmax", "_log_softmax_backward_data", "_safe_softmax", "_softmax_backward_data", "_unsafe_view", "cummax"),
-    *("cummin", "cumprod", "cumsum", "gather", "log_sigmoid_forward", "masked_select", "max", "min", "native_dropout"),
-    *("native_group_norm", "native_group_norm_backward", "native_layer_norm", "native_layer_norm_backward"),
-    *("nll_loss_backward", "nll_loss_forward", "sort", "topk"),
-)
-_BOUNDS: dict[str, int] = {
-    **dict.fromkeys(_OF_SIZE_OF_INPUTS, _BROADCAST),
-    **dict.fromkeys(("empty", "full", "ones", "zeros", "rand", "randn"), _SIZE),
-    "cat": _CONCATENATED,
-    "embedding": _SELECTED,
-    "nonzero": _POSITIONS,
+    "native_layer_norm": _count_layer_norm,
 }

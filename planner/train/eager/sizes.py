@@ -108,7 +108,6 @@ class OutputSizes:
         """Return the facts about a new signature: the bytes that the op will allocate."""
         size_bytes = self.count_out_bytes(function, args, kwargs)
         known = KnownOp(size_bytes, number=hash(signature) or 1)
-        known.needs_block = self._device.type == "cuda" and may_take_free_memory(function)
         if guess := self.guess_bytes(function, args, kwargs, size_bytes):
             known.workspace_bytes, known.guessed = guess, True
         return known
@@ -153,7 +152,10 @@ class OutputSizes:
         if (asked := kwargs.get("device")) is not None:
             device = torch.device(asked)
             return self._device if device == torch.device(self._device.type) else device
-        devices = [(tensor.dim() > 0, tensor.device.type != "cpu", tensor.device) for tensor in iterate_tensors((args, kwargs))]
+        devices = [
+            (tensor.dim() > 0, tensor.device.type != "cpu", tensor.device)
+            for tensor in iterate_tensors((*args, *kwargs.values()))
+        ]
         return max(devices, key=lambda device: device[:2])[2]
 
     def _is_on_device(self, values: Sequence[object]) -> bool:

@@ -3,8 +3,6 @@
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
 from planner.torch_private.core import current_autograd_node
 from planner.train.eager.memory import Memory
 from planner.train.eager.sizes import KnownOp
@@ -12,11 +10,8 @@ from planner.train.eager.step_log import LoggedOp, StepGraph, StepLog, build_rec
 from planner.train.eager.step_plans import StepPlans
 from planner.train.eager.storages import RecordedOp, TrackedStorage
 
-# If no step so far has evicted or taken more than this share of the budget, the next one is not logged: on a CUDA device, whose
-# allocator may have memory in too small pieces before it has none, and elsewhere.
-_FAR_ON_CUDA, _FAR = 0.9, 1.0
-# If a log is read while more than this share of the budget is in use, further steps are recorded: it may be read in each of them.
-_NEAR = 0.9
+# If no step so far has evicted or taken more than this share of the budget, the next one is not logged.
+_FAR = 0.9
 
 
 class StepFollower:
@@ -27,7 +22,6 @@ class StepFollower:
     Args:
         plans: the steps so far.
         memory: the budgeted memory.
-        device: the device that has it.
 
     Attributes:
         number: number of the current step.
@@ -36,11 +30,10 @@ class StepFollower:
 
     __slots__ = ("__dict__", "_storages", "log", "number")
 
-    def __init__(self, plans: StepPlans, memory: Memory, device: torch.device) -> None:
+    def __init__(self, plans: StepPlans, memory: Memory) -> None:
         self.plans = plans
         self.memory = memory
-        self._far_bytes = (_FAR_ON_CUDA if device.type == "cuda" else _FAR) * memory.budget_bytes
-        self._was_near = False
+        self._far_bytes = _FAR * memory.budget_bytes
         self.number = 0
         self.log: StepLog | None = None
         self._storages: list[weakref.ref[TrackedStorage]] = []  # by their number in the step
@@ -50,23 +43,15 @@ class StepFollower:
     def is_far(self) -> bool:
         """True if all steps so far stayed below the budget, and there were any: then the next one is not logged."""
         memory = self.memory
-        return self.number > 0 and not self._was_near and not memory.evictions and memory.peak_bytes <= self._far_bytes
-
-    def note_read(self) -> None:
-        """Record that the log of a step was read; the ops of further steps are recorded if that was near the budget."""
-        self._was_near = self._was_near or self.memory.live_bytes > _NEAR * self.memory.budget_bytes
+        return self.number > 0 and not memory.evictions and memory.peak_bytes <= self._far_bytes
 
     # Events of the runtime.
 
-    def begin(self, *, is_seen: bool = True) -> None:
-        """Begin a step, when autograd saves its first tensor; no op may have run since the last step ended.
-
-        Args:
-            is_seen: its ops will be passed to `log_op`.
-        """
+    def begin(self) -> None:
+        """Begin a step, when autograd saves its first tensor; no op may have run since the last step ended."""
         self.end()
         memory = self.memory
-        if is_seen and not self.is_far:
+        if not self.is_far:
             self.plans.begin(memory.live_bytes)
             self.log = self.plans.log
         self.number += 1

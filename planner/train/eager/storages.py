@@ -146,6 +146,10 @@ class Reference(NamedTuple):
     conjugated: bool
     negated: bool
 
+    def count_bytes(self) -> int:
+        """Return the bytes of its elements."""
+        return self.shape.numel() * self.dtype.itemsize
+
     def view_of(self, source: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the storage of `source`."""
         if source.dtype == self.dtype and not source.is_conj() and not source.is_neg():
@@ -245,19 +249,6 @@ class RecordedOp:
         self.module = ""
         self.number = 0
 
-    def is_writing_only_pinned(self, written: Sequence[TrackedStorage]) -> bool:
-        """Return True if it need not be recorded: the storages that it has `written` are pinned and keep their sizes."""
-        operator = self.operator
-        is_plain_write = operator.returns_nothing_new and not operator.rebinds and not operator.resizes_out
-        return is_plain_write and all(storage.pinned for storage in written)
-
-    def build_pattern(self) -> "RecordedOp":
-        """Return the record of an op of the same signature that reads no storages."""
-        views = iter([reference._replace(storage=None) for reference in self.inputs])
-        pattern = RecordedOp(self.operator, fill(self.args, views), fill(self.kwargs, views))
-        pattern.function, pattern.known = self.function, self.known
-        return pattern
-
     def list_made(self) -> list[TrackedStorage]:
         """Return the storages that it made and that are still tracked."""
         return [storage for _, weak in self.outputs if (storage := weak()) is not None]
@@ -271,6 +262,22 @@ def fill(values: Any, tensors: Iterator[Any]) -> Any:
         return [fill(value, tensors) for value in values]
     if isinstance(values, dict):
         return {name: fill(value, tensors) for name, value in values.items()}
+    return values
+
+
+def leave_out_storages(values: Any) -> Any:
+    """Return arguments with references without storages in place of tensors.
+
+    Raises:
+        NotImplementedError: a dictionary may hold tensors.
+        RuntimeError: a tensor is of an unusual kind, such as a sparse one.
+    """
+    if isinstance(values, torch.Tensor):
+        return build_reference(None, values)
+    if isinstance(values, list):
+        return [leave_out_storages(value) for value in values]
+    if isinstance(values, dict):
+        return {name: leave_out_storages(value) for name, value in values.items()}
     return values
 
 

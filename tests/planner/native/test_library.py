@@ -20,7 +20,10 @@ _TESTED = (
     "tests/planner/native/test_ledger.py",
     "tests/planner/native/test_passes.py",
     "tests/planner/runtime/test_arena.py",
-    *(f"tests/planner/train/eager/test_{name}.py" for name in ("deferred_log", "measured_log", "op_records", "switched_hooks")),
+    *(
+        f"tests/planner/train/eager/test_{name}.py"
+        for name in ("native_recording", "measured_ops", "op_records", "switched_hooks")
+    ),
 )
 
 

@@ -1,9 +1,11 @@
 """What ops cost on a device that is not there."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 
-from planner.train.eager.device_costs import DeviceCosts
+from planner.train.eager.device_costs import DeviceCosts, _Measured
 from planner.train.eager.sizes import KnownOp
 
 
@@ -22,6 +24,7 @@ class Costs(DeviceCosts):
         self.ops = self.measured = 0
         self.blocks: list[int] = []
         self._device = torch.device("cpu", 0)
+        self._measured = defaultdict(_Measured)
 
     def get_in_use_bytes(self) -> int:
         return 0
@@ -44,5 +47,10 @@ class Costs(DeviceCosts):
 
 def measure_by(costs: Costs, patch: pytest.MonkeyPatch) -> Costs:
     """Let blocks on the CPU measure their ops by `costs`, and return it."""
-    patch.setattr("planner.train.eager.session.create_costs", lambda _: costs)
+
+    def create(_: torch.device) -> Costs:
+        costs._measured.clear()  # each block begins without
+        return costs
+
+    patch.setattr("planner.train.eager.session.create_costs", create)
     return costs

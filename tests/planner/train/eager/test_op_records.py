@@ -1,4 +1,4 @@
-"""Ops near the budget that the C++ library executes and records as Python does, with the same evictions."""
+"""Ops that the C++ library executes and records as Python does, with the same evictions."""
 
 import itertools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from planner.train.eager.recording import Recorder
 from planner.train.eager.session import Rematerialization, rematerialize
-from tests.support.eager.chains import RUNS, Run, chain, is_open, with_dropout, with_statistics, written_in_steps
+from tests.support.eager.chains import RUNS, Run, chain, with_dropout, with_statistics, written_in_steps
 from tests.support.eager.records import describe_records
 from tests.support.eager.tensors import other_bytes
 from tests.support.native import NEEDS_LIBRARY
@@ -22,12 +22,12 @@ _LEARNING = 4  # steps, of which Python records the first
 
 
 def enter_near(session: Rematerialization, *, native: bool) -> None:
-    """Record all ops, each of which lasts one second: in Python only, unless `native`."""
+    """Log all steps, of ops that last one second each: in Python only, unless `native`."""
     seconds = itertools.count()
     session.debug.recorder.memory.now = lambda: float(next(seconds))
-    session.debug.recorder.follower._was_near = True
+    session.debug.recorder.follower._far_bytes = -1
     if not native:
-        session.debug.reader.log.record_with(None)
+        session.debug.native.record_with(None)
 
 
 def record(run: Run, monkeypatch: pytest.MonkeyPatch, *, native: bool) -> tuple[list[Any], int]:
@@ -51,7 +51,6 @@ def record(run: Run, monkeypatch: pytest.MonkeyPatch, *, native: bool) -> tuple[
         loss = run(model, x)
         in_python = next(calls) - before - 1
         recorder = session.debug.recorder
-        assert not is_open(session)
         recorder.memory.settle()
         records = describe_records(recorder)
         log = recorder.follower.log

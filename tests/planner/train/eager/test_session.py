@@ -20,9 +20,8 @@ from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError, UsageError
 from planner.torch_private.core import get_kernel_settings
 from planner.train.eager import memory, sizes
-from planner.train.eager.deferred_log import DeferredLog
+from planner.train.eager.native_recording import NativeRecording
 from planner.train.eager.session import Rematerialization, rematerialize
-from planner.train.eager.sizes import may_take_free_memory
 from solvers.online.heuristics import MEGENGINE, NAMES
 from tests.support.eager.chains import (
     Failing,
@@ -36,7 +35,7 @@ from tests.support.eager.chains import (
     with_buffers_that_change,
     written_in_steps,
 )
-from tests.support.eager.device_costs import Costs
+from tests.support.eager.device_costs import Costs, measure_by
 from tests.support.eager.tensors import existing, other_bytes
 
 MB = 2**20
@@ -633,16 +632,16 @@ def test_least_budget_is_sufficient_for_frozen_layers_in_which_autograd_saves_no
         run(enough_bytes - 4096)
 
 
-@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("native", [True, False])
 def test_tensors_in_reference_cycles_are_freed_before_a_budget_is_too_small(
-    *, deferred: bool, monkeypatch: pytest.MonkeyPatch
+    *, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Node:
         def __init__(self) -> None:
             self.node, self.contents = self, torch.ones(100_000)
 
-    if not deferred:
-        monkeypatch.setattr(DeferredLog, "is_available", lambda: False)
+    if not native:
+        monkeypatch.setattr(NativeRecording, "is_available", lambda: False)
     gc.collect()
     gc.disable()
     try:
@@ -654,11 +653,11 @@ def test_tensors_in_reference_cycles_are_freed_before_a_budget_is_too_small(
     assert session.peak_bytes <= session.budget_bytes
 
 
-@pytest.mark.parametrize("deferred", [True, False])
-def test_batches_are_not_kept_until_the_budget_is_too_small(*, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_batches_are_not_kept_until_the_budget_is_too_small(*, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what was computed from them and is still there: gradients that are accumulated, and counts."""
-    if not deferred:
-        monkeypatch.setattr(DeferredLog, "is_available", lambda: False)
+    if not native:
+        monkeypatch.setattr(NativeRecording, "is_available", lambda: False)
     model, batch = chain(), torch.randn(256, 64).numpy()
     kept = model(torch.randn(8, 64))  # a graph that is alive
     right = torch.zeros((), dtype=torch.int64)
@@ -938,37 +937,29 @@ def convolutions(layers: int = 5) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()) for _ in range(layers)))
 
 
-def test_convolutions_have_memory_in_one_piece_before_they_run() -> None:
+def test_convolutions_have_memory_in_one_piece_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = convolutions(layers=9), torch.randn(8, 4, 32, 32)
     model(x).square().mean().backward()
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
+    costs = FullDevice()
+    measure_by(costs, monkeypatch)
     with rematerialize("1GB") as session:
-        recorder = session.debug.recorder
-        learn = recorder.sizes.learn
-
-        def learn_as_on_cuda(*args: Any) -> Any:
-            known = learn(*args)
-            known.needs_block = may_take_free_memory(args[1])
-            return known
-
-        recorder.sizes.learn = learn_as_on_cuda
         y = model[:8](x)
-        recorder.costs = recorder.recomputation.costs = FullDevice(full=1)
+        costs.full = 1
         y = model[8](y).square().mean()
         in_forward = session.evictions
-        recorder.costs.full = 1
+        costs.full = 1
         y.backward()
     assert session.evictions > in_forward > 0 and session.recomputed_ops
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
 
 
-def test_ops_whose_library_has_no_workspace_end_the_block() -> None:
+def test_ops_whose_library_has_no_workspace_end_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = convolutions(), torch.randn(8, 4, 32, 32)
-    with rematerialize("1GB") as session:
-        session.debug.recorder.costs = FullDevice(unserved_at=3)
-        with pytest.raises(BudgetError, match="no memory for a workspace"):
-            model(x)
+    measure_by(FullDevice(unserved_at=3), monkeypatch)
+    with rematerialize("1GB"), pytest.raises(BudgetError, match="no memory for a workspace"):
+        model(x)
 
 
 def test_workspace_of_an_lstm_stays_within_the_budget_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

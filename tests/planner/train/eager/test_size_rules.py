@@ -14,19 +14,26 @@ x, y, rows = torch.ones(6, 8, 10), torch.ones(10, 7), torch.tensor([0, 2, 2])
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 EXACT: list[Call] = [
+    (aten._log_softmax.default, (x.double(), 1, False), {}),
+    (aten._log_softmax_backward_data.default, (x, x, 1, torch.float32), {}),
     (aten._softmax.default, (x.bfloat16(), 1, False), {}),
     (aten._softmax.default, (x, 1, False), {}),
+    (aten._softmax_backward_data.default, (x, x, 1, torch.float32), {}),
     (aten._to_copy.default, (x,), {"dtype": torch.bfloat16}),
     (aten._to_copy.default, (x,), {"dtype": torch.complex128}),
+    (aten._unsafe_view.default, (x, [48, 10]), {}),
     (aten.add.Tensor, (torch.ones(0, 3), torch.ones(1)), {}),
     (aten.add.Tensor, (x, x[0]), {}),
     (aten.add_.Tensor, (x.clone(), 1.0), {}),
     (aten.addmm.default, (torch.ones(7), y.new_ones(4, 10), y), {}),
     (aten.binary_cross_entropy.default, (x, x, x[0]), {}),
     (aten.bmm.default, (x, torch.ones(6, 10, 3)), {}),
+    (aten.cat.default, ([x, x[:, :3]], 1), {}),
     (aten.clone.default, (x[0],), {}),
+    (aten.embedding.default, (x[0], rows[:, None]), {}),
     (aten.empty_like.default, (x,), {"dtype": torch.float64}),
     (aten.eq.Scalar, (rows, 2), {}),
+    (aten.gather.default, (x, 0, rows[:, None, None]), {}),
     (aten.gelu_backward.default, (x, x), {}),
     (aten.index.Tensor, (x, [None, rows[:, None], rows]), {}),
     (aten.index.Tensor, (x, [rows]), {}),
@@ -39,6 +46,7 @@ EXACT: list[Call] = [
     (aten.mse_loss.default, (x, x, 0), {}),
     (aten.mul.Tensor, (torch.ones(6, 1, 5), torch.ones(4, 1)), {}),
     (aten.mul.Tensor, (x, x.double()[0, 0, 0]), {}),
+    (aten.native_layer_norm.default, (x, [8, 10], None, None, 1e-5), {}),
     (aten.new_zeros.default, (x, [3, 5]), {}),
     (aten.new_zeros.default, (x, [3, 5]), {"dtype": torch.bool}),
     (aten.scatter_add.default, (x, 0, rows[:, None, None], x), {}),
@@ -55,6 +63,8 @@ EXACT: list[Call] = [
 UNKNOWN: list[Call] = [
     (aten.abs.default, (x.to(torch.complex64),), {}),
     (aten.add.Tensor, (x.half(), x.bfloat16()), {}),
+    (aten.cat.default, ([x, x.double()],), {}),
+    (aten.native_layer_norm.default, (x.bfloat16(), [10], None, None, 1e-5), {}),
     (aten.bitwise_and.Tensor, (rows > 0, rows > 1), {}),
     (aten.mul.Scalar, (rows, 2j), {}),
     (aten.mul.Scalar, (x, 2j), {}),
@@ -145,7 +155,7 @@ def test_rules_are_exact_for_all_types(default: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [aten.cat.default, aten.arange.default, aten.equal.default, aten.nonzero.default, aten.frexp.Tensor]
+    "function", [aten.cumsum.default, aten.arange.default, aten.equal.default, aten.nonzero.default, aten.frexp.Tensor]
 )
 def test_unsupported_ops_have_no_size_rule(function: object) -> None:
     assert get_rule(function) is None

@@ -1,4 +1,4 @@
-"""A block that begins before the C++ library is there: the log takes over between two steps."""
+"""A block that begins before the C++ library is there: it takes over between two steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from planner.native import library
 from planner.native.library import wait_for_library
 from planner.torch_private.core import TorchDispatchMode, current_dispatch_mode
 from planner.train.eager.session import rematerialize
-from tests.support.eager.chains import chain, is_open
+from tests.support.eager.chains import chain, is_native
 from tests.support.eager.tensors import other_bytes
 from tests.support.native import NEEDS_LIBRARY
 
@@ -34,20 +34,20 @@ def train(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
-def test_the_log_takes_over_between_two_steps(arrive: Callable[[], None]) -> None:
+def test_the_library_takes_over_between_two_steps(arrive: Callable[[], None]) -> None:
     model, x = chain(), torch.randn(256, 64)
     expected = train(model, x)
     with rematerialize("1GB") as session:
         assert all(map(torch.equal, expected, train(model, x)))
-        assert session.debug.reader is None
+        assert session.debug.native is None
         ops = session.ops
         loss = model(x).square().mean()
         arrive()
         loss.backward()  # of a step that was recorded in Python
-        assert session.debug.reader is None
+        assert session.debug.native is None
         for _ in range(2):
             assert all(map(torch.equal, expected, train(model, x)))
-        assert is_open(session)
+        assert is_native(session)
         late = model(x).square().mean()  # its saved tensors outlive the block
     assert session.ops > 3 * ops
     assert session.peak_bytes <= session.budget_bytes
@@ -57,10 +57,10 @@ def test_the_log_takes_over_between_two_steps(arrive: Callable[[], None]) -> Non
     with rematerialize("1GB") as session:
         for _ in range(3):
             assert all(map(torch.equal, expected, train(model, x)))
-        assert is_open(session)
+        assert is_native(session)
 
 
-def test_after_the_log_took_over_steps_still_fit_the_budget(arrive: Callable[[], None]) -> None:
+def test_after_the_library_took_over_steps_still_fit_the_budget(arrive: Callable[[], None]) -> None:
     model, x = chain(), torch.randn(2048, 64)
     expected = train(model, x)
     model.zero_grad()
@@ -69,7 +69,7 @@ def test_after_the_log_took_over_steps_still_fit_the_budget(arrive: Callable[[],
         arrive()
         for _ in range(2):
             train(model, x[:32])
-        assert is_open(session)
+        assert is_native(session)
         found = train(model, x)
         assert session.evictions > 0
     assert session.peak_bytes <= session.budget_bytes
@@ -110,7 +110,7 @@ def under_another_mode(model: nn.Module, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("run", [in_a_transform, in_a_backward_pass, under_another_mode])
-def test_the_log_waits_while_pytorch_will_restore_its_state(
+def test_the_library_waits_while_pytorch_will_restore_its_state(
     run: Callable[[nn.Module, Tensor], None], arrive: Callable[[], None]
 ) -> None:
     model, x = chain(2), torch.randn(16, 64)
@@ -118,8 +118,8 @@ def test_the_log_waits_while_pytorch_will_restore_its_state(
         train(model, x)
         arrive()
         run(model, x)
-        assert session.debug.reader is None
+        assert session.debug.native is None
         for _ in range(3):
             train(model, x)
-        assert is_open(session)
+        assert is_native(session)
     assert current_dispatch_mode() is None

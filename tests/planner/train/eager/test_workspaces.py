@@ -5,7 +5,7 @@ import torch
 
 from planner.runtime.allocator import measure_memory_rise, record_cpu_allocations
 from planner.torch_private.core import profiler_enabled
-from planner.train.eager.deferred_log import DeferredLog
+from planner.train.eager.native_recording import NativeRecording
 from planner.train.eager.session import Rematerialization, rematerialize
 from planner.train.eager.sizes import KnownOp
 from tests.support.eager.device_costs import Costs, measure_by
@@ -64,13 +64,13 @@ class Selecting(torch.nn.Module):
 
 
 @pytest.mark.parametrize("layer", [torch.nn.Tanh, Selecting])
-@pytest.mark.parametrize("logged", [True, False])
+@pytest.mark.parametrize("native", [True, False])
 def test_what_kernels_on_the_cpu_take_is_in_the_budget(
-    logged: bool, layer: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+    native: bool, layer: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Convolutions copy their inputs and outputs."""
-    if not logged:
-        monkeypatch.setattr(DeferredLog, "is_available", lambda: False)
+    if not native:
+        monkeypatch.setattr(NativeRecording, "is_available", lambda: False)
     torch.manual_seed(0)
     layers = [torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3, padding=1), layer()) for _ in range(6)]
     model, x = torch.nn.Sequential(*layers), torch.randn(16, 8, 32, 32)
@@ -83,7 +83,7 @@ def test_what_kernels_on_the_cpu_take_is_in_the_budget(
         model.zero_grad()
         with rematerialize(budget) as session:
             before = session.peak_bytes
-            for _ in range(2):  # the recorder and the log measure by themselves
+            for _ in range(2):
                 train()
             model.zero_grad()
             return session, before + measure_memory_rise(train, torch.device("cpu")).peak_bytes

@@ -1,0 +1,437 @@
+// Receives the ops of a thread, and of the backward passes that begin there, below autograd, without calls into Python.
+//
+// While a receiver is entered, each op comes to `fallback`, which lets op_records.cpp execute and record it. What that cannot do goes
+// to the recorder of planner.train.eager.recording, which is a dispatch mode: operators that resize tensors, whose outputs have
+// sizes that depend on data, or that take or return other objects than tensors, numbers and lists of them, and ops that failed.
+//
+// Autograd may run a thread for a CUDA device beside the one for the CPU, with the same receiver.
+
+#include "op_records.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/stack.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/PyInterpreter.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/ScopeExit.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <c10/util/bit_cast.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/library.h>
+
+#include <array>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+namespace {
+
+using c10::IValue;
+using torch::jit::Stack;
+
+// Below autograd, autocast and all Python modes; PyTorch uses this key for modes that are written in C++.
+constexpr auto kKey = c10::DispatchKey::Fake;
+const auto kKind = c10::DebugInfoKind::TEST_INFO_2; // autograd's threads inherit this slot; PyTorch itself does not use it
+
+thread_local std::exception_ptr error_of_op; // which `raise_error` raises
+
+// Returns whether a value is a tensor whose memory counts. A Python number wrapped in a tensor counts as a number.
+bool has_memory(const IValue& value) {
+  return value.isTensor() && value.toTensor().defined() && !value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+template <typename Visit>
+void each_tensor(const IValue& value, Visit visit) {
+  if (has_memory(value)) {
+    visit(value.toTensor());
+  } else if (value.isList()) {
+    for (const IValue& item : value.toListRef()) {
+      if (!item.isTensor() && !item.isNone()) {
+        return;
+      }
+      if (has_memory(item)) {
+        visit(item.toTensor());
+      }
+    }
+  }
+}
+
+bool is_plain(const at::Tensor& tensor) {
+  const auto& impl = *tensor.unsafeGetTensorImpl();
+  return tensor.layout() == at::kStrided && impl.has_storage() && !impl.has_symbolic_sizes_strides() && !tensor.is_nested() &&
+      !tensor.is_quantized() && !impl.key_set().has(c10::DispatchKey::Python);
+}
+
+bool is_mask(const at::Tensor& index) {
+  return index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
+}
+
+// Adds the value of a Python number that is wrapped in a tensor; returns false for a complex one.
+bool add_wrapped_number(Key& key, const at::Tensor& wrapped) {
+  switch (wrapped.scalar_type()) {
+    case at::kDouble:
+      key.push_back(c10::bit_cast<int64_t>(*static_cast<const double*>(wrapped.const_data_ptr())));
+      return true;
+    case at::kLong:
+      key.push_back(*static_cast<const int64_t*>(wrapped.const_data_ptr()));
+      return true;
+    case at::kBool:
+      key.push_back(*static_cast<const bool*>(wrapped.const_data_ptr()));
+      return true;
+    default:
+      return false;
+  }
+}
+
+// Adds what the record of an op depends on, but for its tensors; returns false for an unsupported type of value.
+bool add_to_key(Key& key, const IValue& value) {
+  if (value.isTensor()) {
+    const auto& tensor = value.toTensor();
+    key.push_back(tensor.defined() ? 1 : 2);
+    if (tensor.defined()) {
+      key.push_back(has_memory(value));
+      key.push_back(static_cast<int64_t>(tensor.scalar_type()));
+      key.push_back(static_cast<int64_t>(tensor.device().type()));
+      key.push_back(tensor.device().index());
+      key.push_back(tensor.dim());
+      key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
+      key.insert(key.end(), tensor.strides().begin(), tensor.strides().end());
+      return has_memory(value) || add_wrapped_number(key, tensor);
+    }
+  } else if (value.isNone()) {
+    key.push_back(3);
+  } else if (value.isDouble()) {
+    key.push_back(4);
+    key.push_back(c10::bit_cast<int64_t>(value.toDouble()));
+  } else if (value.isBool()) {
+    key.push_back(value.toBool() ? 5 : 6);
+  } else if (value.isInt()) {
+    key.push_back(7);
+    key.push_back(value.toInt());
+  } else if (value.isString()) {
+    const auto& text = value.toStringRef();
+    key.push_back(8);
+    key.push_back(static_cast<int64_t>(text.size()));
+    key.insert(key.end(), text.begin(), text.end());
+  } else if (value.isDevice()) {
+    key.push_back(9);
+    key.push_back(static_cast<int64_t>(value.toDevice().type()));
+    key.push_back(value.toDevice().index());
+  } else if (value.isList()) {
+    const auto items = value.toListRef();
+    key.push_back(10);
+    key.push_back(static_cast<int64_t>(items.size()));
+    for (const IValue& item : items) {
+      if (item.isList() || !add_to_key(key, item)) {
+        return false;
+      }
+    }
+  } else {
+    return false;
+  }
+  return true;
+}
+
+// The settings that kernels read, as `planner.torch_private.core.get_kernel_settings` has them.
+std::array<int64_t, 5> present_settings() {
+  const auto& context = at::globalContext();
+  return {static_cast<int64_t>(c10::get_default_dtype_as_scalartype()), context.userEnabledMkldnn(), context.userEnabledCuDNN(),
+          context.benchmarkCuDNN(), context.deterministicCuDNN()};
+}
+
+// Returns whether the sizes of the outputs depend on the contents of the arguments.
+bool is_sized_by_data(c10::ArrayRef<IValue> arguments, const OperatorFacts& facts) {
+  bool found = facts.sized_by_data == OperatorFacts::kSizedByData;
+  if (facts.sized_by_data == OperatorFacts::kSizedByMasks) {
+    each_tensor(arguments[1], [&](const at::Tensor& index) { found = found || is_mask(index); });
+  }
+  return found;
+}
+
+// Stops PyTorch from calling `fallback` for an operator, in the whole process.
+void leave_alone(const c10::OperatorName& name) {
+  static auto& mutex = *new std::mutex;
+  static auto& left = *new std::unordered_map<c10::OperatorName, torch::Library>; // never destroyed
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (left.count(name) != 0) {
+    return;
+  }
+  const auto space = std::string(name.getNamespace().value_or(""));
+  const auto full = name.name.substr(space.size() + 2) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+  auto& library = left.emplace(name, torch::Library(torch::Library::IMPL, space, kKey, __FILE__, __LINE__)).first->second;
+  library.impl(full.c_str(), torch::CppFunction::makeFallthrough());
+}
+
+class Receiver : public c10::DebugInfoBase {
+ public:
+  explicit Receiver(void (*describe)(const char*, const char*, int64_t*)) : describe_(describe) {}
+
+  std::shared_ptr<OpRecords> records; // guarded by Python's global interpreter lock; null when the block has ended
+  bool left = false;
+
+  const OperatorFacts& facts_of(const c10::OperatorHandle& handle) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    auto& facts = operators_[handle];
+    if (!facts) {
+      facts = std::make_unique<OperatorFacts>();
+      const auto& name = handle.operator_name();
+      describe_(name.name.c_str(), name.overload_name.c_str(), &facts->way);
+      if (facts->way == OperatorFacts::kView) {
+        leave_alone(name);
+      }
+    }
+    return *facts;
+  }
+
+  // Lets the recorder execute an op.
+  void by_recorder(const c10::OperatorHandle& handle, Stack* stack) {
+    c10::impl::TorchDispatchModeTLS::push_non_infra_mode_onto_stack(recorder_);
+    const auto at_the_end = c10::make_scope_exit([] { c10::impl::TorchDispatchModeTLS::pop_stack(); });
+    recorder_->pyinterpreter()->dispatch(handle, stack);
+  }
+
+  // Executes an op and records it; returns false if the recorder has to do so.
+  bool record(const c10::OperatorHandle& handle, const OperatorFacts& facts, c10::DispatchKeySet below, Stack* stack) {
+    if (records == nullptr || facts.way != OperatorFacts::kRecorded) {
+      return false;
+    }
+    const auto begin = stack->size() - handle.schema().arguments().size();
+    const c10::SmallVector<IValue, 12> arguments(stack->begin() + static_cast<int64_t>(begin), stack->end());
+    if (is_sized_by_data(arguments, facts)) {
+      return false;
+    }
+    c10::SmallVector<at::Tensor, 4> inputs, written;
+    bool plain = true;
+    const auto settings = present_settings();
+    Key key;
+    key.reserve(128);
+    key.assign(settings.begin(), settings.end());
+    key.push_back(reinterpret_cast<int64_t>(&facts));
+    key.push_back(at::GradMode::is_enabled());
+    const bool updates_statistics = facts.updates_statistics(arguments);
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const bool is_written = facts.is_written(i, updates_statistics);
+      each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+        plain = plain && is_plain(tensor);
+        if (is_written) {
+          written.push_back(tensor);
+        }
+        if (!is_written || !updates_statistics) {
+          inputs.push_back(tensor);
+        }
+      });
+      plain = plain && add_to_key(key, arguments[i]);
+    }
+    if (!plain) {
+      return false;
+    }
+    const auto run = [&] {
+      try {
+        handle.redispatchBoxed(below, stack);
+        return true;
+      } catch (...) {
+        error_of_op = std::current_exception();
+        stack->resize(begin);
+        stack->insert(stack->end(), arguments.begin(), arguments.end());
+        return false;
+      }
+    };
+    const auto outputs = [&] { return c10::ArrayRef<IValue>(*stack).slice(begin); };
+    const auto recorded = records->record({handle, facts, key, arguments, inputs, written, updates_statistics, run, outputs});
+    if (recorded == Recorded::kFailed) {
+      std::rethrow_exception(std::exchange(error_of_op, nullptr));
+    }
+    return recorded == Recorded::kDone;
+  }
+
+  // Removes the recorder from the stack of modes.
+  void enter() {
+    recorder_ = c10::impl::TorchDispatchModeTLS::pop_stack();
+  }
+
+  void leave() {
+    left = true;
+    c10::impl::TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(recorder_));
+  }
+
+ private:
+  void (*const describe_)(const char*, const char*, int64_t*);
+  std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> recorder_;
+  std::recursive_mutex mutex_; // of the operators
+  std::unordered_map<c10::OperatorHandle, std::unique_ptr<OperatorFacts>> operators_;
+};
+
+void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) {
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  auto* receiver = static_cast<Receiver*>(c10::ThreadLocalDebugInfo::get(kKind));
+  // PyTorch may place this key above Python's. Modes and subclasses still run first: their ops come here again. If Python's key
+  // is excluded, a kernel for fake tensors is running.
+  if (receiver == nullptr || receiver->left || below.has(c10::DispatchKey::Python) ||
+      c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
+    handle.redispatchBoxed(below, stack);
+    return;
+  }
+  const auto& facts = receiver->facts_of(handle);
+  if (facts.way == OperatorFacts::kView) {
+    handle.redispatchBoxed(below, stack);
+    return;
+  }
+  const c10::impl::ExcludeDispatchKeyGuard not_again(kKey);
+  if (!receiver->record(handle, facts, below, stack)) {
+    receiver->by_recorder(handle, stack);
+  }
+}
+
+using Shared = std::shared_ptr<Receiver>;
+
+Shared& of(int64_t receiver) {
+  return *reinterpret_cast<Shared*>(receiver);
+}
+
+// The hooks on saved tensors, and the Python functions that do what the records cannot.
+struct Hooks {
+  Shared receiver;
+  PyObject* pack;
+  PyObject* unpack;
+};
+
+Hooks& hooks_of(PyObject* capsule) {
+  return *static_cast<Hooks*>(PyCapsule_GetPointer(capsule, nullptr));
+}
+
+void drop_hooks(PyObject* capsule) {
+  auto* hooks = &hooks_of(capsule);
+  Py_DECREF(hooks->pack);
+  Py_DECREF(hooks->unpack);
+  delete hooks;
+}
+
+PyObject* pack(PyObject* self, PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  auto& hooks = hooks_of(self);
+  const auto records = hooks.receiver->records;
+  PyObject* packed = records ? records->pack(tensor) : nullptr;
+  return packed != nullptr ? packed : PyObject_CallOneArg(hooks.pack, tensor);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* unpack(PyObject* self, PyObject* saved) {
+  HANDLE_TH_ERRORS
+  auto& hooks = hooks_of(self);
+  const auto records = hooks.receiver->records;
+  PyObject* unpacked = records ? records->unpack(saved) : nullptr;
+  return unpacked != nullptr ? unpacked : PyObject_CallOneArg(hooks.unpack, saved);
+  END_HANDLE_TH_ERRORS
+}
+
+std::shared_ptr<OpRecords> records_of(PyObject* capsule) {
+  return (*static_cast<Shared*>(PyCapsule_GetPointer(capsule, nullptr)))->records;
+}
+
+// Forgets a tensor that autograd drops; returns False if Python has to do it.
+PyObject* release(PyObject* self, PyObject* saved) {
+  HANDLE_TH_ERRORS
+  const auto records = records_of(self);
+  if (records) {
+    records->release(saved);
+  }
+  return PyBool_FromLong(records != nullptr);
+  END_HANDLE_TH_ERRORS
+}
+
+// Enters ops into the ledger; returns False if Python has to do it.
+PyObject* enter_ops(PyObject* self, PyObject* pending) {
+  HANDLE_TH_ERRORS
+  const auto records = records_of(self);
+  return PyBool_FromLong(records && records->enter_ops(pending));
+  END_HANDLE_TH_ERRORS
+}
+
+} // namespace
+
+extern "C" {
+
+// Registers the fallback, and an operator, which raises the error of the last op of the thread, if it failed. Returns false if
+// PyTorch refuses a registration.
+bool eager_install() {
+  try {
+    static torch::Library operators(torch::Library::DEF, "planner_eager", std::nullopt, __FILE__, __LINE__);
+    operators.def("raise_error() -> ()", []() {
+      if (error_of_op) {
+        std::rethrow_exception(std::exchange(error_of_op, nullptr));
+      }
+    });
+    static torch::Library all(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
+    all.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  } catch (const c10::Error&) {
+    return false;
+  }
+  return true;
+}
+
+int64_t eager_new(void (*describe)(const char*, const char*, int64_t*)) {
+  return reinterpret_cast<int64_t>(new Shared(std::make_shared<Receiver>(describe)));
+}
+
+void eager_drop(int64_t receiver) {
+  delete &of(receiver);
+}
+
+// Takes the place of the recorder, which must be the last mode that was entered.
+void eager_enter(int64_t receiver) {
+  of(receiver)->enter();
+  c10::ThreadLocalDebugInfo::_push(kKind, of(receiver));
+  c10::impl::tls_set_dispatch_key_included(kKey, true);
+}
+
+void eager_leave(int64_t receiver) {
+  of(receiver)->leave();
+  c10::impl::tls_set_dispatch_key_included(kKey, false);
+  try {
+    c10::ThreadLocalDebugInfo::_pop(kKind);
+  } catch (...) { // another entry, such as a profiler's, is still above it
+  }
+}
+
+// The following functions need Python's global interpreter lock.
+
+// Returns the hooks that pack and unpack saved tensors, `release` and `enter_ops`; null, with Python's error set, on failure.
+PyObject* eager_hooks(int64_t receiver, PyObject* pack_first, PyObject* unpack_other) {
+  static PyMethodDef methods[] = {
+      {"pack", &pack, METH_O, nullptr}, {"unpack", &unpack, METH_O, nullptr}, {"release", &release, METH_O, nullptr},
+      {"enter_ops", &enter_ops, METH_O, nullptr}};
+  auto* hooks = new Hooks{of(receiver), Py_NewRef(pack_first), Py_NewRef(unpack_other)};
+  PyObject* capsule = PyCapsule_New(hooks, nullptr, &drop_hooks);
+  if (capsule == nullptr) {
+    return nullptr;
+  }
+  // The recorder has the last two, so that they must not lead back to Python.
+  PyObject* only_receiver = PyCapsule_New(new Shared(of(receiver)), nullptr, [](PyObject* dropped) {
+    delete static_cast<Shared*>(PyCapsule_GetPointer(dropped, nullptr));
+  });
+  PyObject* found = Py_BuildValue("NNNN", PyCFunction_New(&methods[0], capsule), PyCFunction_New(&methods[1], capsule),
+                                  PyCFunction_New(&methods[2], only_receiver), PyCFunction_New(&methods[3], only_receiver));
+  Py_DECREF(capsule);
+  Py_DECREF(only_receiver);
+  return found;
+}
+
+// Lets ops be recorded without Python's dispatch; not any more if there are no `parts`. Returns false, with Python's error set, on
+// failure.
+bool eager_record_with(int64_t receiver, PyObject* parts) {
+  try {
+    of(receiver)->records = parts == Py_None ? nullptr : new_op_records(parts);
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return false;
+  }
+  return true;
+}
+}

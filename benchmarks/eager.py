@@ -36,11 +36,11 @@ from planner.train.eager.session import rematerialize
 
 Step = Callable[[], Tensor]  # runs one step, and returns its loss
 
-PLENTY = "nothing evicted"  # ops go to the log of the eager runtime
-NEAR = "nothing evicted, near"  # on CUDA all ops are recorded then
+PLENTY = "nothing evicted"
+NEAR = "nothing evicted, near"  # steps are logged for plans then
 SHARES = (0.8, 0.6, 0.4)
 _SOLVE_S = 60.0
-_LEARNING = 3  # steps in which sizes are learned, by the recorder and by its log, and ops measured
+_LEARNING = 3  # steps in which sizes are learned, and ops measured
 _OF_SESSION = ("ops", "evictions", "recomputed_ops")
 PLANNED = "planned"  # in place of a heuristic: the plan that steps turn into
 WAYS = ("dtr", "dtr-full", "dtr-local", "lru", "largest", "msps", "megengine", PLANNED)

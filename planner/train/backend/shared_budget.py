@@ -332,7 +332,7 @@ class SharedBudget:
             _release(self._left_on)
             self._left_on = None
         if graph.changed:
-            self._count_copies(graph)
+            self._plan_with_copies(graph)
         if (call := CALL.get()) is not None:
             call.budget = self
         if self._learning:
@@ -377,17 +377,16 @@ class SharedBudget:
             found.hold(seen)
         return found
 
-    def _count_copies(self, graph: PlannedGraph) -> None:
+    def _plan_with_copies(self, graph: PlannedGraph) -> None:
         """Plan `graph` again, with copies of the inputs that were written between its passes, for the same peak as before."""
-        names, peak_bytes = graph.format_names(graph.changed), simulate(graph.captured.graph, graph.schedule).peak_bytes
-        graph.count_copies()
+        peak_bytes = simulate(graph.captured.graph, graph.schedule).peak_bytes
+        _count_copies(graph)
         captured, old = graph.captured.graph, graph.schedule
         if graph.lean is None and not self.forward_runs:
             graph.schedule = self._solve(captured, peak_bytes)
         else:
             rest_bytes = max(0, peak_bytes - captured.static_bytes - count_kept_bytes(captured, old))
             graph.schedule = self.solve_leaving(graph, peak_bytes, rest_bytes, old, self._host_bytes)
-        warn_caller(f"planned again: {names} changed between forward and backward pass, so the plan keeps copies")
 
     def _end_step(self) -> None:
         runs, self.forward_runs = self.forward_runs, []
@@ -401,6 +400,9 @@ class SharedBudget:
             whole = self.compute_whole_bytes(step, seen)
             self._planned[step] = _StepBudget(whole, whole - count_bytes_beside_requests(seen))
             if len(runs) > 1 or runs[0].graph.lean is not None or seen[0].followed_by:
+                for graph in dict.fromkeys(step):
+                    if graph.changed:
+                        _count_copies(graph)
                 with self.create_stages() as stages:
                     with stages.run_stage(Stage.SOLVE, f"planning {len(runs)} graphs together"):
                         together = self._build_together(runs, self._compute_room(step, whole, alone=False))
@@ -496,6 +498,13 @@ class SharedBudget:
             return known
         allowed = max(budget_bytes - captured.static_bytes - rest_bytes, count_kept_bytes(captured, known))
         return schedule if count_kept_bytes(captured, schedule) <= allowed else known
+
+
+def _count_copies(graph: PlannedGraph) -> None:
+    """Let plans of `graph` count copies of the inputs that were written between its passes, and say so."""
+    names = graph.format_names(graph.changed)
+    graph.count_copies()
+    warn_caller(f"planned again: {names} changed between forward and backward pass, so the plan keeps copies")
 
 
 def _release(device: torch.device) -> None:

@@ -23,6 +23,7 @@ from solvers.eviction.least_peak import find_least_evicting_schedule
 from tests.support.models.backend import (
     Apart,
     Masked,
+    Queued,
     Thirds,
     WithUnread,
     batch_of,
@@ -160,6 +161,25 @@ def test_infeasible_budget_of_several_graphs_reports_what_each_keeps() -> None:
         InfeasibleError, match=r"150.00 kB is too small for the 3 graphs .* to graph \d[^?]*, and no schedule was found"
     ):
         step()
+
+
+def test_copies_of_inputs_that_were_written_stay_when_graphs_are_planned_together() -> None:
+    torch.manual_seed(0)
+    model = Queued()
+    batch = batch_of(model)
+    whole = max(in_steps(copy.deepcopy(model), batch, "100%"))
+    twins = [copy.deepcopy(model) for _ in range(3)]
+    for twin, part in zip(twins, (12, 16, 24), strict=True):
+        torch._dynamo.reset()
+        budget = whole - whole // part
+        assert max(in_steps(twin, batch, budget)) <= budget + _SCALARS
+    for _ in range(3):  # as the twins were trained
+        model.zero_grad()
+        step_of(model, batch)()
+    for twin in twins:
+        assert torch.equal(twin.queue, model.queue)
+        for planned, eager in zip(twin.parameters(), model.parameters(), strict=True):
+            assert planned.grad is not None and eager.grad is not None and torch.equal(planned.grad, eager.grad)
 
 
 def test_known_schedules_stay_where_rules_find_none(monkeypatch: pytest.MonkeyPatch) -> None:

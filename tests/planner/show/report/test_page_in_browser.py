@@ -132,17 +132,27 @@ def shown(driver: Any) -> str:
     return text
 
 
+def wait_until_drawn(driver: Any) -> None:
+    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+
+
+def scroll_to(driver: Any, element: Any) -> None:
+    """Scroll until `element` is in the middle, and wait for the scroll event, which comes a frame later and hides the tip."""
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    wait_until_drawn(driver)
+
+
 def point_at(driver: Any, plot: str, x: float, y: float) -> str:
     """Move the pointer to a place in a plot, as parts of its width and height; what the page says of it."""
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.by import By
 
     element = driver.find_element(By.ID, plot)
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    scroll_to(driver, element)
     box = element.rect
     actions = ActionChains(driver, duration=0)
     actions.move_to_element_with_offset(element, int((x - 0.5) * box["width"]), int((y - 0.5) * box["height"])).perform()
-    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    wait_until_drawn(driver)
     text: str = driver.execute_script("const t = document.getElementById('tip'); return t.hidden ? '' : t.innerText")
     return text
 
@@ -154,21 +164,20 @@ def tap_at(driver: Any, plot: str, x: float, y: float) -> str:
     from selenium.webdriver.common.by import By
 
     element = driver.find_element(By.ID, plot)
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
-    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    scroll_to(driver, element)
     box = driver.execute_script("return arguments[0].getBoundingClientRect().toJSON()", element)
     actions = ActionBuilder(driver, mouse=PointerInput("touch", "finger"), duration=0)
     place = int(box["left"] + x * box["width"]), int(box["top"] + y * box["height"])
     actions.pointer_action.move_to_location(*place).pointer_down().pointer_up()
     actions.perform()
-    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    wait_until_drawn(driver)
     text: str = driver.execute_script("const t = document.getElementById('tip'); return t.hidden ? '' : t.innerText")
     return text
 
 
 def click(driver: Any, name: str) -> None:
     driver.execute_script("document.getElementById(arguments[0]).click()", name)
-    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    wait_until_drawn(driver)
 
 
 def test_page_loads_no_resources_and_logs_no_errors(driver: Any) -> None:
@@ -208,10 +217,10 @@ def test_dragging_zooms(driver: Any) -> None:
     from selenium.webdriver.common.by import By
 
     element = driver.find_element(By.ID, "memory")
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    scroll_to(driver, element)
     drag = ActionChains(driver).move_to_element_with_offset(element, -200, 0).click_and_hold()
     drag.move_by_offset(200, 20).release().perform()
-    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    wait_until_drawn(driver)
     assert " to " in shown(driver)
     click(driver, "zoom-all")
 
@@ -224,7 +233,7 @@ def test_searching_lists_and_zooms(driver: Any) -> None:
     found = driver.find_elements(By.CSS_SELECTOR, "#found button")
     assert found and driver.find_element(By.ID, "hits").text.split()[0] == str(len(found))
     driver.execute_script("arguments[0].click()", found[0])
-    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    wait_until_drawn(driver)
     assert " to " in shown(driver)
     field.clear()
     field.send_keys("no such thing")

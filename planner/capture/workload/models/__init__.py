@@ -30,50 +30,25 @@ class Workload(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ZooEntry:
-    """The function that builds a model, and its description in one line."""
+    """The module of this package whose function of the model's name builds it, and a description in one line."""
 
     module: str
-    function: str
     description: str
 
 
 ZOO: dict[str, ZooEntry] = {
-    "gpt2": ZooEntry(
-        "planner.capture.workload.models.gpt2", "gpt2", "GPT-2 small (124M): decoder with dropout and tied embeddings"
-    ),
-    "llama": ZooEntry(
-        "planner.capture.workload.models.llama",
-        "llama",
-        "Llama 7B: decoder with RMSNorm, rotary positions, SwiGLU, grouped queries",
-    ),
-    "vit": ZooEntry(
-        "planner.capture.workload.models.vit", "vit", "ViT-B/16 (87M): image classification by a transformer encoder"
-    ),
-    "resnet18": ZooEntry(
-        "planner.capture.workload.models.resnet", "resnet18", "ResNet-18 (12M): basic residual blocks with BatchNorm"
-    ),
-    "resnet50": ZooEntry(
-        "planner.capture.workload.models.resnet", "resnet50", "ResNet-50 (26M): bottleneck residual blocks with BatchNorm"
-    ),
-    "resnet152": ZooEntry(
-        "planner.capture.workload.models.resnet", "resnet152", "ResNet-152 (60M): bottleneck residual blocks with BatchNorm"
-    ),
-    "vgg16": ZooEntry(
-        "planner.capture.workload.models.vgg", "vgg16", "VGG-16 (138M): plain convolutions, dropout in the classifier"
-    ),
-    "vgg19": ZooEntry(
-        "planner.capture.workload.models.vgg", "vgg19", "VGG-19 (144M): plain convolutions, dropout in the classifier"
-    ),
-    "unet": ZooEntry("planner.capture.workload.models.unet", "unet", "U-Net (31M): segmentation, long skip connections"),
-    "mobilenet_v2": ZooEntry(
-        "planner.capture.workload.models.mobilenet",
-        "mobilenet_v2",
-        "MobileNetV2 (3.5M): inverted residuals around depthwise filters",
-    ),
-    "densenet121": ZooEntry(
-        "planner.capture.workload.models.densenet", "densenet121", "DenseNet-121 (8M): every layer reads all layers before it"
-    ),
-    "mlp": ZooEntry("planner.capture.workload.models.mlp", "mlp", "multilayer perceptron with dropout"),
+    "gpt2": ZooEntry("gpt2", "GPT-2 small (124M): decoder with dropout and tied embeddings"),
+    "llama": ZooEntry("llama", "Llama 7B: decoder with RMSNorm, rotary positions, SwiGLU, grouped queries"),
+    "vit": ZooEntry("vit", "ViT-B/16 (87M): image classification by a transformer encoder"),
+    "resnet18": ZooEntry("resnet", "ResNet-18 (12M): basic residual blocks with BatchNorm"),
+    "resnet50": ZooEntry("resnet", "ResNet-50 (26M): bottleneck residual blocks with BatchNorm"),
+    "resnet152": ZooEntry("resnet", "ResNet-152 (60M): bottleneck residual blocks with BatchNorm"),
+    "vgg16": ZooEntry("vgg", "VGG-16 (138M): plain convolutions, dropout in the classifier"),
+    "vgg19": ZooEntry("vgg", "VGG-19 (144M): plain convolutions, dropout in the classifier"),
+    "unet": ZooEntry("unet", "U-Net (31M): segmentation, long skip connections"),
+    "mobilenet_v2": ZooEntry("mobilenet", "MobileNetV2 (3.5M): inverted residuals around depthwise filters"),
+    "densenet121": ZooEntry("densenet", "DenseNet-121 (8M): every layer reads all layers before it"),
+    "mlp": ZooEntry("mlp", "multilayer perceptron with dropout"),
 }
 
 
@@ -113,7 +88,7 @@ def get_factory(name: str) -> Callable[..., Workload]:
     entry = ZOO.get(name)
     if entry is None:
         raise UsageError(f"unknown zoo model {name!r}: choose from {', '.join(ZOO)}")
-    function: Callable[..., Workload] = getattr(importlib.import_module(entry.module), entry.function)
+    function: Callable[..., Workload] = getattr(importlib.import_module(f"{__name__}.{entry.module}"), name)
     return function
 
 

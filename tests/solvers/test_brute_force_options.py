@@ -12,8 +12,7 @@ from solvers.bounds import bound_least_budget
 from solvers.problem import build_problem
 from solvers.windows import solve
 from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check_answer, check_models, check_optimum
-from tests.support.solvers.brute_force import fastest
-from tests.support.solvers.brute_force_options import fastest_with_options
+from tests.support.solvers.brute_force import fastest, fastest_with_options
 
 SEEDS = [
     range(50),

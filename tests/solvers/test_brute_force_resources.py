@@ -17,7 +17,7 @@ from solvers.windows import solve
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
 from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check_answer, check_models, check_optimum
-from tests.support.solvers.brute_force_options import fastest_with_options
+from tests.support.solvers.brute_force import fastest_with_options
 
 
 def with_variances(graph: Graph, draw: random.Random, resource: str = VARIANCE) -> Graph:

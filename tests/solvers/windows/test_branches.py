@@ -16,7 +16,7 @@ from solvers.tolerance import Tolerance
 from solvers.windows.search import Search
 from solvers.windows.strategies import branches as branching
 from solvers.windows.strategies.branches import Branches
-from tests.support.solvers.brute_force_options import fastest_with_options
+from tests.support.solvers.brute_force import fastest_with_options
 
 
 def branches_of(seed: int) -> tuple[Search, Branches]:

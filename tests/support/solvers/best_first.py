@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Iterable
+from math import inf
 from typing import Any, Protocol
 
 from graphs.schedule import Schedule, Step
@@ -26,7 +27,7 @@ class Search(Protocol):
         """Return what is compared for equality, and times: earlier is better."""
 
 
-def find_fastest(search: Search, start: Any, most: int) -> tuple[float, Schedule] | None:
+def find_fastest(search: Search, start: Any, most: float = inf) -> tuple[float, Schedule] | None:
     """Time and steps of the fastest way from `start` to a state where all is done; None if there is none.
 
     Raises:

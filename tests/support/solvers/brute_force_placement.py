@@ -1,12 +1,13 @@
 """Optima of tiny graphs with placement, by trying everything: the serial sum in XEngine's class, the makespan of any schedule."""
 
-import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
 
 from graphs.ir import Graph
 from graphs.options.placement import get_placement
+from graphs.schedule import Compute, Free, Step
+from tests.support.solvers.best_first import find_fastest
 from tests.support.solvers.brute_force import may_repeat
 
 Places = frozenset[tuple[int, int]]  # (device, tensor of the program)
@@ -160,33 +161,55 @@ def fastest_overlapped(graph: Graph, budget_bytes: int, most: int = 150_000) -> 
     Raises:
         TimeoutError: more than `most` states.
     """
-    streams = {name: i for i, name in enumerate(graph.streams)}
-    owner = [streams[next(pool.owner for pool in graph.pools if pool.name == t.pool)] for t in graph.tensors]
-    room = [budget_bytes - graph.static_bytes, *(pool.capacity_bytes for pool in graph.pools[1:])]
-    pools = [pool.name for pool in graph.pools]
-    of_pool = [[t.id for t in graph.tensors if t.pool == name and not t.static] for name in pools]
-    start = Issued(0, frozenset(), -1, (0.0,) * len(streams), (), ())
-    queue: list[tuple[float, int, int, Issued]] = [(0.0, 0, 0, start)]
-    fronts: dict[object, list[tuple[float, ...]]] = {}
-    pushed = 0
+    start = Issued(0, frozenset(), -1, (0.0,) * len(graph.streams), (), ())
+    found = find_fastest(_Overlapped(graph, budget_bytes), start, most)
+    return None if found is None else found[0]
 
-    def fits(there: frozenset[int], op: int) -> bool:
-        for place, tensors in enumerate(of_pool):
+
+class _Overlapped:
+    def __init__(self, graph: Graph, budget_bytes: int) -> None:
+        self.graph = graph
+        self.streams = {name: i for i, name in enumerate(graph.streams)}
+        self.pool = {pool.name: place for place, pool in enumerate(graph.pools)}
+        self.owner = [self.streams[graph.pools[self.pool[t.pool]].owner] for t in graph.tensors]
+        self.room = [budget_bytes - graph.static_bytes, *(pool.capacity_bytes for pool in graph.pools[1:])]
+        self.of_pool = [[t.id for t in graph.tensors if t.pool == name and not t.static] for name in self.pool]
+
+    def at_least(self, now: Issued) -> float:
+        return max(now.clocks)
+
+    def count_done(self, now: Issued) -> int:
+        return now.done
+
+    def is_over(self, now: Issued) -> bool:
+        return now.done == len(self.graph.program) and self.graph.kept <= now.there
+
+    def split(self, now: Issued) -> tuple[object, tuple[float, ...]]:
+        ready, busy = dict(now.ready), {(t, s): end_s for t, s, end_s in now.busy}
+        times = (
+            *now.clocks,
+            *(ready.get(t, 0.0) for t in sorted(now.there)),
+            *(busy.get((t, s), 0.0) for t in sorted(now.there) for s in range(len(self.streams))),
+        )
+        return (now.done, now.there, now.freed), times
+
+    def fits(self, there: frozenset[int], op: int) -> bool:
+        graph = self.graph
+        for pool, tensors, limit in zip(graph.pools, self.of_pool, self.room, strict=True):
             used = sum(graph.tensors[t].size_bytes * ((t in there) + (t in graph.ops[op].outputs)) for t in tensors)
-            used += graph.ops[op].workspace_bytes if graph.pools[place].owner == graph.ops[op].stream else 0
-            limit = room[place]
+            used += graph.ops[op].workspace_bytes if pool.owner == graph.ops[op].stream else 0
             if limit is not None and used > limit:
                 return False
         return True
 
-    def moves(now: Issued) -> Iterator[Issued]:
+    def moves(self, now: Issued) -> Iterator[tuple[tuple[Step, ...], Issued]]:
+        graph, owner = self.graph, self.owner
         ready, busy = dict(now.ready), {(t, s): end_s for t, s, end_s in now.busy}
         for t in sorted(now.there):
-            place = pools.index(graph.tensors[t].pool)
-            if t > now.freed and t not in graph.kept and room[place] is not None:
+            if t > now.freed and t not in graph.kept and self.room[self.pool[graph.tensors[t].pool]] is not None:
                 clock = max([now.clocks[owner[t]], *(end_s for (u, _), end_s in busy.items() if u == t)])
                 clocks = tuple(clock if s == owner[t] else c for s, c in enumerate(now.clocks))
-                yield _known(replace(now, there=now.there - {t}, freed=t, clocks=clocks), ready, busy)
+                yield (Free(t),), _known(replace(now, there=now.there - {t}, freed=t, clocks=clocks), ready, busy)
         for op in graph.ops:
             (place,) = op.replaces or ((op.id,) if not op.optional else (-1,))
             again = place < now.done
@@ -195,9 +218,9 @@ def fastest_overlapped(graph: Graph, budget_bytes: int, most: int = 150_000) -> 
             new = [t for t in op.outputs if t not in now.there]
             if any(t not in now.there and not graph.tensors[t].static for t in op.inputs) or (again and not new):
                 continue
-            if not fits(now.there, op.id):
+            if not self.fits(now.there, op.id):
                 continue
-            stream = streams[op.stream]
+            stream = self.streams[op.stream]
             start_s = max(
                 [now.clocks[stream], *(now.clocks[owner[t]] for t in op.outputs), *(ready.get(t, 0.0) for t in op.inputs)]
             )
@@ -206,29 +229,7 @@ def fastest_overlapped(graph: Graph, budget_bytes: int, most: int = 150_000) -> 
             kept = {key: value for key, value in busy.items() if key[0] not in new}
             clocks = tuple(end_s if s == stream else c for s, c in enumerate(now.clocks))
             after = replace(now, done=max(now.done, place + 1), there=now.there | set(new), freed=-1, clocks=clocks)
-            yield _known(after, ready | dict.fromkeys(new, end_s), kept | more)
-
-    while queue:
-        _, _, _, now = heapq.heappop(queue)
-        if now.done == len(graph.program) and graph.kept <= now.there:
-            return max(now.clocks)
-        key = (now.done, now.there, now.freed)
-        ready, busy = dict(now.ready), {(t, s): end_s for t, s, end_s in now.busy}
-        times = (
-            *now.clocks,
-            *(ready.get(t, 0.0) for t in sorted(now.there)),
-            *(busy.get((t, s), 0.0) for t in sorted(now.there) for s in range(len(streams))),
-        )
-        front = fronts.setdefault(key, [])
-        if any(all(a <= b for a, b in zip(other, times, strict=True)) for other in front):
-            continue
-        front.append(times)
-        for after in moves(now):
-            pushed += 1
-            if pushed > most:
-                raise TimeoutError
-            heapq.heappush(queue, (max(after.clocks), -after.done, pushed, after))
-    return None
+            yield (Compute(op.id),), _known(after, ready | dict.fromkeys(new, end_s), kept | more)
 
 
 def _known(now: Issued, ready: dict[int, float], busy: dict[tuple[int, int], float]) -> Issued:

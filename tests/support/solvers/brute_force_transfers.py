@@ -6,8 +6,7 @@ from graphs.ir import Graph
 from graphs.options.offload import remove_offload
 from graphs.schedule import Compute, Free, Schedule, Step
 from tests.support.solvers.best_first import find_fastest
-from tests.support.solvers.brute_force import ways_to_overwrite
-from tests.support.solvers.brute_force_options import BEGINNING, Progress, executions, promises
+from tests.support.solvers.brute_force import BEGINNING, Progress, executions, promises, ways_to_overwrite
 
 Times = tuple[tuple[int, float], ...]  # tensor and time, in ascending order
 

@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING
 from graphs.errors import BudgetError
 from graphs.units import format_bytes, format_ratio, format_seconds, parse_budget
 from planner.cli import argument_types
-from planner.cli.arguments import (
-    DONE,
-    INFEASIBLE,
-    LIMIT,
-    Commands,
-    add_command,
-    add_time_limit,
-    add_work_limit,
-    print_error,
-    print_result,
-)
+from planner.cli import arguments as shared
 from planner.plans.select_attributes import select_attributes
 
 if TYPE_CHECKING:
@@ -27,9 +17,9 @@ if TYPE_CHECKING:
 _COLUMNS = ("status", "capacity_bytes", "height_bytes", "bound_bytes", "gap", "seconds")
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     """Add the command to the command line."""
-    parser = add_command(
+    parser = shared.add_command(
         commands,
         "addresses",
         "find addresses for buffers of known lifetimes in one arena, the smallest or one of a given capacity, with a proof",
@@ -50,10 +40,10 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("-o", "--output", type=argument_types.parse_output, metavar="FILE", help="the addresses to write (.csv)")
     limits = parser.add_mutually_exclusive_group()
-    add_time_limit(
+    shared.add_time_limit(
         limits, said="stop after this time with the best found so far: 90, 90s, 10m or 1.5h (default: 1m)", default=60.0
     )
-    add_work_limit(limits, said="the same addresses on every run and machine")
+    shared.add_work_limit(limits, said="the same addresses on every run and machine")
     parser.add_argument(
         "--seed", type=argument_types.parse_seed, default=0, metavar="N", help="seed of random choices (default: 0)"
     )
@@ -80,13 +70,15 @@ def run(arguments: argparse.Namespace) -> int:
         write_offsets(written, table, result.offsets)
     said = _describe_result(result, table.buffers)
     if result.offsets is None and not arguments.json:
-        print_error(said)
+        shared.print_error(said)
     else:
         data = {"output": written, "buffers": len(table.buffers), **select_attributes(result, *_COLUMNS)}
-        print_result(arguments, lambda: data, lambda: said + (f"\nwritten to {written}" if written else ""), written=(written,))
+        shared.print_result(
+            arguments, lambda: data, lambda: said + (f"\nwritten to {written}" if written else ""), written=(written,)
+        )
     if result.offsets is not None:
-        return DONE
-    return INFEASIBLE if result.status == "infeasible" else LIMIT
+        return shared.DONE
+    return shared.INFEASIBLE if result.status == "infeasible" else shared.LIMIT
 
 
 def _parse_capacity(text: str) -> int:

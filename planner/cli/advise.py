@@ -3,26 +3,14 @@
 import argparse
 
 from planner.cli import argument_types
-from planner.cli.arguments import (
-    DONE,
-    MODEL_HELP,
-    Commands,
-    add_command,
-    add_copying,
-    add_how_to_trace,
-    add_memory,
-    add_quiet,
-    add_time_limit,
-    build_tracing,
-    print_result,
-)
+from planner.cli import arguments as shared
 from planner.settings.option_settings import RECOMPUTATION
 from planner.settings.plan import select_settings
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     """Add the command to the command line."""
-    parser = add_command(
+    parser = shared.add_command(
         commands,
         "advise",
         "say what a model's step needs, what less memory costs, and which budget to take",
@@ -33,18 +21,18 @@ def add(commands: Commands) -> None:
         "  planner advise examples/own_model.py:build,batch=64 --device cuda --optimizer adamw\n"
         "  planner advise zoo:gpt2,batch=8 --roofline h100 --options offload,chunks --link 50GB/s --host-budget 64GB",
     )
-    parser.add_argument("model", metavar="MODEL", type=argument_types.model, help=MODEL_HELP)
-    add_how_to_trace(parser)
+    parser.add_argument("model", metavar="MODEL", type=argument_types.model, help=shared.MODEL_HELP)
+    shared.add_how_to_trace(parser)
     parser.add_argument(
         "--options",
         type=argument_types.parse_names,
         metavar="NAMES",
         help="options to try, each alone (default: offload and all that are found in the step; compress with --roofline only)",
     )
-    add_memory(parser)
-    add_copying(parser)
-    add_time_limit(parser, said="for all of it: 90, 90s, 10m (default: 55s)", default=55.0)
-    add_quiet(parser)
+    shared.add_memory(parser)
+    shared.add_copying(parser)
+    shared.add_time_limit(parser, said="for all of it: 90, 90s, 10m (default: 55s)", default=55.0)
+    shared.add_quiet(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         progress.show_activity(f"building {arguments.model}")
         from planner.studies.advise import advise
 
-        model, loss_fn, batch = build_tracing(arguments, options=RECOMPUTATION).load(arguments.model)
+        model, loss_fn, batch = shared.build_tracing(arguments, options=RECOMPUTATION).load(arguments.model)
         advice = advise(
             model,
             loss_fn,
@@ -68,9 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
             on_progress=progress,
             should_stop=interrupt,
         )
-    print_result(
+    shared.print_result(
         arguments,
         lambda: {"holds": "advice", "eager_peak_bytes": advice.eager_peak_bytes, **asdict(advice)},
         lambda: str(advice),
     )
-    return DONE
+    return shared.DONE

@@ -11,27 +11,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
 from planner.cli import argument_types
-from planner.cli.arguments import (
-    DONE,
-    INTERRUPTED,
-    LIMIT,
-    MODEL_HELP,
-    Commands,
-    add_command,
-    add_graph_options,
-    add_how_to_trace,
-    add_memory,
-    add_quiet,
-    add_time_limit,
-    add_tolerance,
-    add_total_time_limit,
-    add_workers,
-    build_counted_memory,
-    build_study_settings,
-    build_tracing,
-    print_result,
-    trace_model,
-)
+from planner.cli import arguments as shared
 from planner.settings.counted_memory import CountedMemory
 
 if TYPE_CHECKING:
@@ -46,9 +26,9 @@ if TYPE_CHECKING:
 _ROW_S, _TOTAL_S = 60.0, 40.0
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     """Add the command to the command line."""
-    parser = add_command(
+    parser = shared.add_command(
         commands,
         "compare",
         "compare the optimal schedule with other methods at several budgets",
@@ -63,7 +43,7 @@ def add(commands: Commands) -> None:
         "  planner compare model.json --options offload --link 50GB/s --host-budget 64GB -o results/offload\n"
         "  planner compare zoo:resnet18,batch=8,size=64 --measure --methods windows,dtr -o results/resnet18",
     )
-    parser.add_argument("model", metavar="MODEL|GRAPH", help=f"a graph that planner trace wrote (.json), or {MODEL_HELP}")
+    parser.add_argument("model", metavar="MODEL|GRAPH", help=f"a graph that planner trace wrote (.json), or {shared.MODEL_HELP}")
     budgets = ("90%", "70%", "50%", "30%")
     parser.add_argument(
         "--budgets",
@@ -85,18 +65,18 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--repeats", type=argument_types.count, default=5, metavar="N", help="steps timed with --measure (default: 5)"
     )
-    add_workers(parser, said="rows computed")
-    add_time_limit(parser, said=f"for each row: 90, 90s, 10m (default: {_ROW_S:.0f}s)")
-    add_total_time_limit(
+    shared.add_workers(parser, said="rows computed")
+    shared.add_time_limit(parser, said=f"for each row: 90, 90s, 10m (default: {_ROW_S:.0f}s)")
+    shared.add_total_time_limit(
         parser,
         said="for solving all rows, without --measure: methods that solve large programs come last and share what is left",
         default=_TOTAL_S,
     )
-    add_tolerance(parser)
-    add_memory(parser)
-    add_graph_options(parser)
-    add_how_to_trace(parser)
-    add_quiet(parser)
+    shared.add_tolerance(parser)
+    shared.add_memory(parser)
+    shared.add_graph_options(parser)
+    shared.add_how_to_trace(parser)
+    shared.add_quiet(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -126,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.measure and arguments.cluster is not None:
         raise UsageError("--measure measures on this machine, and --cluster would use others: leave one of them out")
-    settings = build_study_settings(arguments, time_limit_s=_ROW_S, total_time_limit_s=_TOTAL_S)
+    settings = shared.build_study_settings(arguments, time_limit_s=_ROW_S, total_time_limit_s=_TOTAL_S)
     methods = parse_methods(arguments.methods, offload=settings.options.offloads)
     folder = Path(arguments.output)
     check_folder(folder)
@@ -143,10 +123,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json or known:
         data = {"holds": "comparison", "rows": [asdict(row) for row in rows]}
         said = f"\nwritten to {folder}: rows.csv, {written}{missing}"
-        print_result(arguments, lambda: data, lambda: f"{format_screen(known)}{more}{said}")
+        shared.print_result(arguments, lambda: data, lambda: f"{format_screen(known)}{more}{said}")
     if interrupt():
-        return INTERRUPTED
-    return DONE if any(row.time_s is not None for row in rows) else LIMIT
+        return shared.INTERRUPTED
+    return shared.DONE if any(row.time_s is not None for row in rows) else shared.LIMIT
 
 
 def _time_limits(rows: "Sequence[ComparisonRow]") -> str:
@@ -207,7 +187,9 @@ def _measure(
 
     folder = Path(arguments.output)
     traced = list_step_option_names(settings.options.names)
-    how = build_tracing(arguments, options=OptionSettings(traced), measure_link=settings.options.measures_link, name=str(spec))
+    how = shared.build_tracing(
+        arguments, options=OptionSettings(traced), measure_link=settings.options.measures_link, name=str(spec)
+    )
     built = how.load(spec)
     progress.show_activity(f"tracing {spec}")
     captured = load_or_profile(built, folder, how.settings)
@@ -239,6 +221,6 @@ def _get_graph(arguments: argparse.Namespace, options: "OptionSettings", progres
     from planner.capture.workload.workload import parse_spec
 
     spec = parse_spec(arguments.model)
-    build_counted_memory(arguments)  # which raises before anything is traced
+    shared.build_counted_memory(arguments)  # which raises before anything is traced
     measure_link = options.measures_link and arguments.roofline is None
-    return trace_model(spec, arguments, progress, measure_link=measure_link), str(spec)
+    return shared.trace_model(spec, arguments, progress, measure_link=measure_link), str(spec)

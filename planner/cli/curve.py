@@ -5,31 +5,14 @@ import math
 from pathlib import Path
 
 from planner.cli import argument_types
-from planner.cli.arguments import (
-    DONE,
-    INFEASIBLE,
-    LIMIT,
-    Commands,
-    add_command,
-    add_graph_options,
-    add_memory,
-    add_quiet,
-    add_reorder,
-    add_solver,
-    add_time_limit,
-    add_tolerance,
-    add_total_time_limit,
-    add_workers,
-    build_study_settings,
-    print_result,
-)
+from planner.cli import arguments as shared
 
 _TOTAL_S = 30.0
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     """Add the command to the command line."""
-    parser = add_command(
+    parser = shared.add_command(
         commands,
         "curve",
         "solve a graph at several budgets: overhead against memory",
@@ -54,19 +37,19 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("-o", "--output", type=argument_types.parse_output, metavar="FILE", help="CSV to write")
     parser.add_argument("--plot", metavar="FILE", help="figure to write (.png, .pdf, .svg)")
-    add_workers(parser, said="budgets solved")
-    add_solver(parser)
-    add_time_limit(parser, said="for each budget: 90, 90s, 10m (default: what the whole curve may take)")
-    add_total_time_limit(
+    shared.add_workers(parser, said="budgets solved")
+    shared.add_solver(parser)
+    shared.add_time_limit(parser, said="for each budget: 90, 90s, 10m (default: what the whole curve may take)")
+    shared.add_total_time_limit(
         parser,
         said="for the whole curve: every budget is solved for a short time first, and those with a gap again while time is left",
         default=_TOTAL_S,
     )
-    add_tolerance(parser)
-    add_memory(parser)
-    add_graph_options(parser)
-    add_reorder(parser, default=None, said="with --solver windows, if one lowers the peak")
-    add_quiet(parser)
+    shared.add_tolerance(parser)
+    shared.add_memory(parser)
+    shared.add_graph_options(parser)
+    shared.add_reorder(parser, default=None, said="with --solver windows, if one lowers the peak")
+    shared.add_quiet(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -90,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = solve_curve(
             graph,
             arguments.budgets,
-            build_study_settings(arguments, time_limit_s=math.inf, total_time_limit_s=_TOTAL_S),
+            shared.build_study_settings(arguments, time_limit_s=math.inf, total_time_limit_s=_TOTAL_S),
             solver=arguments.solver,
             reorder=arguments.reorder,
             on_activity=progress.show_activity,
@@ -100,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_rows(Path(arguments.output), CurveRow, found.all_rows)
     if arguments.plot is not None:
         save_figure(found.plot(), Path(arguments.plot))
-    print_result(arguments, build_curve_data, str, found, written=(arguments.output, arguments.plot))
+    shared.print_result(arguments, build_curve_data, str, found, written=(arguments.output, arguments.plot))
     if any(point.schedule for point in found.points):
-        return DONE
-    return INFEASIBLE if all(point.status is Status.INFEASIBLE for point in found.points) else LIMIT
+        return shared.DONE
+    return shared.INFEASIBLE if all(point.status is Status.INFEASIBLE for point in found.points) else shared.LIMIT

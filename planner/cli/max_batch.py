@@ -7,23 +7,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
 from planner.cli import argument_types
-from planner.cli.arguments import (
-    DONE,
-    MODEL_HELP,
-    Commands,
-    add_command,
-    add_graph_options,
-    add_how_to_trace,
-    add_memory,
-    add_quiet,
-    add_reorder,
-    add_time_limit,
-    add_tolerance,
-    build_counted_memory,
-    build_tracing,
-    parse_option_settings,
-    print_result,
-)
+from planner.cli import arguments as shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,9 +19,9 @@ if TYPE_CHECKING:
 _LIMIT = 4096  # in multiples of --multiple-of
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     """Add the command to the command line."""
-    parser = add_command(
+    parser = shared.add_command(
         commands,
         "max-batch",
         "find the largest batch whose step fits a memory budget",
@@ -52,7 +36,7 @@ def add(commands: Commands) -> None:
         "      --roofline h200 --options offload --link 50GB/s --host-budget 256GB\n"
         "  planner max-batch examples/own_model.py:build --budget 100MB",
     )
-    parser.add_argument("model", metavar="MODEL", type=argument_types.model, help=MODEL_HELP)
+    parser.add_argument("model", metavar="MODEL", type=argument_types.model, help=shared.MODEL_HELP)
     parser.add_argument(
         "--budget",
         type=argument_types.parse_size,
@@ -78,13 +62,13 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--limit", type=argument_types.count, metavar="N", help="largest to try (default: 4096 times --multiple-of)"
     )
-    add_memory(parser)
-    add_how_to_trace(parser)
-    add_time_limit(parser, said="for each solve: 90, 90s, 10m (default: 15s)", default=15.0)
-    add_tolerance(parser)
-    add_graph_options(parser)
-    add_reorder(parser, default=True, said="if one lowers the peak")
-    add_quiet(parser)
+    shared.add_memory(parser)
+    shared.add_how_to_trace(parser)
+    shared.add_time_limit(parser, said="for each solve: 90, 90s, 10m (default: 15s)", default=15.0)
+    shared.add_tolerance(parser)
+    shared.add_graph_options(parser)
+    shared.add_reorder(parser, default=True, said="if one lowers the peak")
+    shared.add_quiet(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,17 +90,17 @@ def run(arguments: argparse.Namespace) -> int:
         reorder=arguments.reorder,
         varies=arguments.vary or BATCH,
         unit=unit,
-        options=parse_option_settings(arguments),
-        memory=build_counted_memory(arguments),
+        options=shared.parse_option_settings(arguments),
+        memory=shared.build_counted_memory(arguments),
     )
-    how = build_tracing(arguments)
+    how = shared.build_tracing(arguments)
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         if arguments.roofline is None and arguments.device == "cpu":
             answers = _search_modelled_then_measured(arguments, wanted, how, progress, interrupt)
         else:
             answers = _search(arguments, wanted, how, progress, interrupt)
-    print_result(arguments, build_max_batch_data, describe_max_batch, answers, wanted)
-    return DONE
+    shared.print_result(arguments, build_max_batch_data, describe_max_batch, answers, wanted)
+    return shared.DONE
 
 
 def _search(

@@ -6,25 +6,16 @@ from typing import TYPE_CHECKING
 from graphs.errors import ModelError, UsageError
 from planner.capture.workload.workload import ModelSpec, parse_spec
 from planner.cli import argument_types
-from planner.cli.arguments import (
-    DIFFERENT,
-    DONE,
-    MODEL_HELP,
-    OVER_BUDGET,
-    Commands,
-    add_command,
-    add_quiet,
-    print_result,
-)
+from planner.cli import arguments as shared
 
 if TYPE_CHECKING:
     from planner.measure.run_plan import RunReport
     from planner.plans.plan import Plan
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     """Add the command to the command line."""
-    parser = add_command(
+    parser = shared.add_command(
         commands,
         "run",
         "run a plan with real tensors, and compare what is measured with what was predicted",
@@ -40,7 +31,7 @@ def add(commands: Commands) -> None:
         "--model",
         metavar="MODEL",
         type=argument_types.model,
-        help=f"{MODEL_HELP} (default: the model that the plan was traced from)",
+        help=f"{shared.MODEL_HELP} (default: the model that the plan was traced from)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
     parser.add_argument("--repeats", type=argument_types.count, default=5, metavar="N", help="steps to measure (default: 5)")
@@ -52,7 +43,7 @@ def add(commands: Commands) -> None:
         action=argparse.BooleanOptionalAction,
         help="run the plan in one block of memory, at planned addresses (default: if it was made for that)",
     )
-    add_quiet(parser)
+    shared.add_quiet(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -74,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = run_plan.run(
             plan, *built, repeats=arguments.repeats, seed=arguments.seed, arena=arguments.arena, on_progress=progress
         )
-    print_result(arguments, run_data, run_text, report)
+    shared.print_result(arguments, run_data, run_text, report)
     return _get_exit_code(report)
 
 
@@ -94,5 +85,5 @@ def _model_of(plan: "Plan") -> ModelSpec:
 def _get_exit_code(report: "RunReport") -> int:
     """Return the exit code: wrong results take precedence over excess memory; differences stated in the plan are not wrong."""
     if not report.differs and report.is_exact is False:
-        return DIFFERENT
-    return OVER_BUDGET if report.needed_bytes > report.budget_bytes else DONE
+        return shared.DIFFERENT
+    return shared.OVER_BUDGET if report.needed_bytes > report.budget_bytes else shared.DONE

@@ -6,21 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
 from planner.cli import argument_types
-from planner.cli.arguments import (
-    DONE,
-    Commands,
-    Parser,
-    add_command,
-    add_graph_options,
-    add_memory,
-    add_quiet,
-    add_reorder,
-    add_solver,
-    add_time_limit,
-    add_tolerance,
-    add_work_limit,
-    print_result,
-)
+from planner.cli import arguments as shared
 from planner.settings.plan import select_settings
 from solvers.tolerance import WIDENING
 
@@ -29,9 +15,9 @@ if TYPE_CHECKING:
     from solvers.windows.params import WindowsParams
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     """Add the command to the command line."""
-    parser = add_command(
+    parser = shared.add_command(
         commands,
         "solve",
         "find the fastest schedule of a graph that fits a memory budget",
@@ -66,7 +52,7 @@ def add(commands: Commands) -> None:
         metavar="FILE",
         help="the plan to write (default: beside the graph, model.plan.json)",
     )
-    add_solver(parser)
+    shared.add_solver(parser)
     _add_limits(parser)
     parser.add_argument(
         "--write-model",
@@ -79,25 +65,25 @@ def add(commands: Commands) -> None:
         help="parameters of the solver windows, a TOML file with the fields of WindowsParams: changes how soon a proof is "
         "found, never what is proved",
     )
-    add_memory(parser)
+    shared.add_memory(parser)
     parser.add_argument(
         "--arena",
         action=argparse.BooleanOptionalAction,
         help="plan for a step in an arena (default: if it would not fit without)",
     )
-    add_graph_options(parser)
-    add_reorder(parser, default=None, said="with --solver windows, after program order, if it can gain")
-    add_quiet(parser)
+    shared.add_graph_options(parser)
+    shared.add_reorder(parser, default=None, said="with --solver windows, after program order, if it can gain")
+    shared.add_quiet(parser)
 
 
-def _add_limits(parser: Parser) -> None:
+def _add_limits(parser: shared.Parser) -> None:
     """Add the options that limit a solve: time or work, and the tolerance."""
     limits = parser.add_mutually_exclusive_group()
-    add_time_limit(
+    shared.add_time_limit(
         limits, said="stop after this time with the best schedule so far: 90, 90s, 10m or 1.5h (default: 1h)", default=3600.0
     )
-    add_work_limit(limits, said="the same plan on every run, and on slower machines; one thread works at a time")
-    add_tolerance(
+    shared.add_work_limit(limits, said="the same plan on every run, and on slower machines; one thread works at a time")
+    shared.add_tolerance(
         parser,
         said="stop at a schedule that is this close to the bound, such as 0.1%% or 0.001 "
         "(default: 0.1%%, 0.5%% after 20 s, 2%% after 2 minutes)",
@@ -130,13 +116,13 @@ def run(arguments: argparse.Namespace) -> int:
             should_stop=interrupt,
         )
     write_plan(name_graph(plan, output, arguments.graph), output)
-    print_result(
+    shared.print_result(
         arguments,
         lambda: {"output": output, **plan_data(plan)},
         lambda: f"{plan_text(plan)}\nwritten to {output}",
         written=(output, arguments.write_model),
     )
-    return DONE
+    return shared.DONE
 
 
 def _choose_output(arguments: argparse.Namespace) -> str:

@@ -4,24 +4,14 @@ import argparse
 
 from planner.capture.workload.models import ZOO
 from planner.cli import argument_types
-from planner.cli.arguments import (
-    DONE,
-    MODEL_HELP,
-    Commands,
-    add_command,
-    add_how_to_trace,
-    add_quiet,
-    add_traced_options,
-    print_written,
-    trace_model,
-)
+from planner.cli import arguments as shared
 from planner.plans.select_attributes import select_attributes
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     """Add the command to the command line."""
     models = "\n".join(f"  zoo:{name:<13} {entry.description}" for name, entry in ZOO.items())
-    parser = add_command(
+    parser = shared.add_command(
         commands,
         "trace",
         "turn a model and a batch into a training graph with the time and memory of every op",
@@ -33,11 +23,11 @@ def add(commands: Commands) -> None:
         "  planner trace zoo:mlp --other-devices cpu:1 -o model.json\n"
         "  planner trace zoo:gpt2 --options chunks -o model.json",
     )
-    parser.add_argument("model", metavar="MODEL", type=argument_types.model, help=MODEL_HELP)
+    parser.add_argument("model", metavar="MODEL", type=argument_types.model, help=shared.MODEL_HELP)
     parser.add_argument(
         "-o", "--output", type=argument_types.parse_output, metavar="FILE", required=True, help="the graph to write"
     )
-    add_how_to_trace(parser)
+    shared.add_how_to_trace(parser)
     parser.add_argument(
         "--measure-link",
         action="store_true",
@@ -50,8 +40,8 @@ def add(commands: Commands) -> None:
         metavar="NAMES",
         help="also measure the ops on cpu:2 (two threads of the CPU), cuda, cuda:1, for planner solve --options placement",
     )
-    add_traced_options(parser)
-    add_quiet(parser)
+    shared.add_traced_options(parser)
+    shared.add_quiet(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,7 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_traced(arguments.options)
     check_writable(arguments.output)
     with LineView(quiet=arguments.quiet) as progress:
-        graph = trace_model(arguments.model, arguments, progress, **select_attributes(arguments, "measure_link", "other_devices"))
+        graph = shared.trace_model(
+            arguments.model, arguments, progress, **select_attributes(arguments, "measure_link", "other_devices")
+        )
         write_graph(graph, arguments.output)
-    print_written(graph, arguments)
-    return DONE
+    shared.print_written(graph, arguments)
+    return shared.DONE

@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
-import torch
-
 import planner
-from benchmarks.runner import SEED, Runner, build_whole_step, take_turns
+from benchmarks.runner import SEED, Runner, build_fresh, take_turns
 from benchmarks.solves import find_least_bytes
 from benchmarks.try_models import RAN, REPEATS, find_failures, format_page, make_main, note_failure, run_in_process
 from graphs.units import format_bytes
@@ -82,25 +80,20 @@ def compare_plans(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: 
         row: the columns that its rows share.
         repeats: timed steps of each way, in turn.
     """
-
-    def build_fresh() -> Workload:
-        torch.manual_seed(SEED)
-        return make()
-
-    workload = build_fresh()
+    workload = build_fresh(make)
     batch = workload.batch
-    reference = Runner(workload, build_whole_step(workload)).train(batch)
-    eager = Runner(workload := build_fresh(), build_whole_step(workload))
+    reference = Runner.of_eager(workload).train(batch)
+    eager = Runner.of_eager(build_fresh(make))
     rows = {EAGER: replace(row, different=len(reference.list_differences(eager.train(batch))))}
     runners = {EAGER: eager}
-    graph = tracing.trace(*build_fresh(), passes=1)
+    graph = tracing.trace(*build_fresh(make), passes=1)
     least = find_least_bytes(graph, _LEAST_LIMIT_S)
     budget_bytes = int(least + _SHARE * (summarize(graph).keep_everything_peak_bytes - least))
     for way in (PLANNED, IN_ARENA):
         row = replace(row, way=way, budget_bytes=budget_bytes)
         try:
-            workload = build_fresh()
-            untrained = Runner(workload, build_whole_step(workload)).copy_state()
+            workload = build_fresh(make)
+            untrained = Runner.of_eager(workload).copy_state()
             how = {"tolerance": _TOLERANCE, "time_limit_s": _SOLVE_LIMIT_S, "compare_eager": False, "arena": way == IN_ARENA}
             step = planner.compile(*workload, budget=budget_bytes, wait=0, **how)
             runner = Runner(workload, step)

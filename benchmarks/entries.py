@@ -15,7 +15,7 @@ import torch
 
 import planner
 from benchmarks.command import Setting, make_names_reader
-from benchmarks.runner import SEED, Runner, build_whole_step
+from benchmarks.runner import SEED, Runner, build_fresh, build_whole_step
 from benchmarks.solves import find_least_bytes
 from benchmarks.try_models import (
     EAGER,
@@ -93,14 +93,10 @@ def try_entries(make: Callable[[], Workload], row: EntryRow, *, entries: Sequenc
         row: the columns that its rows share.
         entries: some of ENTRIES.
     """
-
-    def build() -> Workload:
-        torch.manual_seed(SEED)
-        return make()
-
+    build = partial(build_fresh, make)
     plain = build()
-    reference = Runner(plain, build_whole_step(plain)).train(plain.batch)
-    eager = _run_plainly(build)
+    reference = Runner.of_eager(plain).train(plain.batch)
+    eager = Runner.of_eager(build())
     row = _judge(row, reference, eager.train(plain.batch))
     peak_bytes = eager.measure_peak_bytes(plain.batch)
     yield replace(row, way=EAGER, peak_bytes=peak_bytes)
@@ -177,14 +173,9 @@ def _measure_rematerialize(build: Callable[[], Workload], reference: StepOutcome
 
 def _run_block(build: Callable[[], Workload], budget_bytes: int, work: Callable[[Runner, int], T]) -> tuple[Rematerialization, T]:
     """Return a block, and what `work` returned in it for the model and the bytes of all tensors at its beginning."""
-    runner = _run_plainly(build)
+    runner = Runner.of_eager(build())
     with planner.rematerialize(budget_bytes) as session:
         return session, work(runner, session.peak_bytes)
-
-
-def _run_plainly(build: Callable[[], Workload]) -> Runner:
-    workload = build()
-    return Runner(workload, build_whole_step(workload))
 
 
 def _judge(row: EntryRow, reference: StepOutcome, outcome: StepOutcome) -> EntryRow:

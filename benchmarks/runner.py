@@ -1,6 +1,6 @@
 """A model that is trained for some steps, to compare results and memory."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,11 @@ class Runner:
 
     workload: Workload
     step: Step
+
+    @classmethod
+    def of_eager(cls, workload: Workload) -> "Runner":
+        """Return the runner of a model in eager PyTorch."""
+        return cls(workload, build_whole_step(workload))
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -106,6 +111,12 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     held = bytearray(tensor.reshape(-1).view(torch.uint8).numpy())
     return torch.frombuffer(held, dtype=tensor.dtype).view(tensor.shape)
+
+
+def build_fresh(make: Callable[[], Workload]) -> Workload:
+    """Return the model that `make` builds and its batch, the same every time."""
+    torch.manual_seed(SEED)
+    return make()
 
 
 def take_turns(runners: Mapping[str, Runner], batch: Batch, *, repeats: int) -> dict[str, list[float]]:

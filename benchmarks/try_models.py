@@ -14,11 +14,9 @@ from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
-import torch
-
 import planner
 from benchmarks.command import Setting, build_parser, carry_out, limit_threads, read_settings
-from benchmarks.runner import SEED, Runner, build_whole_step, take_turns
+from benchmarks.runner import SEED, Runner, build_fresh, take_turns
 from benchmarks.solves import find_least_bytes
 from graphs.errors import PlannerError, first_line, typed_line
 from graphs.units import format_bytes
@@ -100,13 +98,13 @@ class Trial:
 
     def run(self) -> Iterator[TriedRow]:
         """Train it in every way; then all that ran take turns for their times. Yields rows as they are known, perhaps twice."""
-        plain = self._build_fresh()
+        plain = build_fresh(self._make)
         self._batch = plain.batch
-        self._reference = Runner(plain, build_whole_step(plain)).train(self._batch)
-        yield self._measure(EAGER, self._row, self._run_eager_again)
+        self._reference = Runner.of_eager(plain).train(self._batch)
+        yield self._measure(EAGER, self._row, lambda: Runner.of_eager(build_fresh(self._make)))
         if self._rows[EAGER].status != RAN:
             return
-        workload = self._build_fresh()
+        workload = build_fresh(self._make)
         try:
             graph = tracing.trace(*workload, passes=1)
             least = find_least_bytes(graph, _LEAST_LIMIT_S)
@@ -120,14 +118,10 @@ class Trial:
         yield from self._try_checkpoints()
         yield from self._time_rows()
 
-    def _run_eager_again(self) -> Runner:
-        workload = self._build_fresh()
-        return Runner(workload, build_whole_step(workload))
-
     def _try_plans(self, way: str, budget_bytes: int) -> Iterator[TriedRow]:
         """Yield the rows of the first plan that fits, and of the last plan found."""
-        workload, first = self._build_fresh(), f"{way}{FIRST}"
-        untrained = Runner(workload, build_whole_step(workload)).copy_state()
+        workload, first = build_fresh(self._make), f"{way}{FIRST}"
+        untrained = Runner.of_eager(workload).copy_state()
         row = replace(self._row, budget_bytes=budget_bytes)
 
         def begin() -> Runner:
@@ -150,8 +144,8 @@ class Trial:
     def _try_checkpoints(self) -> Iterator[TriedRow]:
         """Yield the rows of the blocks with the least memory, and of a plan for as much; none if no blocks save memory."""
         found: list[tuple[int, Runner]] = []
-        for level in range(1, block_levels(self._build_fresh().model) + 1):
-            workload = self._build_fresh()
+        for level in range(1, block_levels(build_fresh(self._make).model) + 1):
+            workload = build_fresh(self._make)
             runner = Runner(workload, baselines.build_checkpoint_blocks(level).prepare(workload.model, workload.loss_fn))
             try:
                 found.append((runner.measure_peak_bytes(self._batch), runner))
@@ -197,11 +191,6 @@ class Trial:
     def _add_known(self, way: str, row: TriedRow) -> TriedRow:
         self._rows[way] = replace(row, way=way)
         return self._rows[way]
-
-    def _build_fresh(self) -> Workload:
-        """Return the model and its batch, the same every time."""
-        torch.manual_seed(SEED)
-        return self._make()
 
 
 def try_model(make: Callable[[], Workload], row: TriedRow, *, repeats: int) -> Iterator[TriedRow]:

@@ -19,7 +19,7 @@ from benchmarks.entries import (
     try_entries,
     try_one,
 )
-from benchmarks.runner import Runner, build_whole_step
+from benchmarks.runner import Runner
 from benchmarks.try_models import EAGER, MISSING, RAN, REFUSED
 from planner.capture.workload.models import Workload
 from tests.support.models.residual_blocks import blocks
@@ -83,7 +83,7 @@ def test_model_that_is_refused_by_one_entry_point_is_tried_by_the_others() -> No
 
 def test_between_the_passes_a_model_changes_its_buffers() -> None:
     workload = Workload(Centred(), None, (torch.randn(4, 8),))
-    runner = Runner(workload, build_whole_step(workload))
+    runner = Runner.of_eager(workload)
     outcome = runner.train(workload.batch)
     assert outcome.values["buffer model.centre"].abs().sum() > 0  # type: ignore[union-attr]
     for measure in (runner.measure_storages_bytes, runner.measure_peak_bytes):

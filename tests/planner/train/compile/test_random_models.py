@@ -5,7 +5,6 @@ from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from benchmarks.runner import Runner
-from planner.capture.step import TrainingStep
 from planner.plans.summary import summarize
 from planner.settings.budget import Bytes
 from planner.settings.plan import PlanSettings
@@ -24,7 +23,7 @@ _SHARES = st.sampled_from((0.05, 0.2, 0.4, 0.6, 0.8, 1.0))  # of the way from th
 def check(recipe: Recipe, share: float) -> None:
     """Train by a plan beside eager PyTorch."""
     workload, plain = build(recipe), build(recipe)
-    eager = Runner(plain, TrainingStep(plain.model, plain.loss_fn))
+    eager = Runner.of_eager(plain)
     try:
         expected = eager.train(plain.batch)
     except RuntimeError:  # what its backward pass reads was overwritten: there is no such model

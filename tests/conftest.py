@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -42,11 +43,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{total_s:8.1f} s {tests[folder]:6d} tests  {folder}")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def frozen() -> None:
-    """What is there by now stays, imported libraries above all: the garbage collector goes through the rest only."""
-    gc.collect()
-    gc.freeze()
+_frozen: list[object] = []  # the module and the number of imported ones when objects were last frozen
+
+
+@pytest.fixture(autouse=True)
+def frozen(request: pytest.FixtureRequest) -> None:
+    """What earlier modules and imports left stays: the garbage collector, which plans call, goes through the rest only."""
+    if [request.path, len(sys.modules)] != _frozen:
+        _frozen[:] = request.path, len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture

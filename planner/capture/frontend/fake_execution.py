@@ -72,9 +72,9 @@ def _list_objects() -> list[Any]:
     """Return all objects that the garbage collector tracks; frozen ones, as in some training loops, stay frozen."""
     if not gc.get_freeze_count():
         return gc.get_objects()
+    gc.collect()  # garbage would be frozen for good; going through what is frozen takes longer than the capture of a small step
     gc.unfreeze()
     try:
         return gc.get_objects()
     finally:
-        gc.collect()  # garbage would be frozen for good
         gc.freeze()

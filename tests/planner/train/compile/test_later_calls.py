@@ -183,6 +183,7 @@ def leaves(values: list[Any]) -> list[Any]:
 )
 def test_lists_and_metrics_are_filled_as_in_eager_mode(note: Forward) -> None:
     torch.manual_seed(0)
+    SEEN.clear()  # other tests fill it too, and may have run before
     model, x, y = Noting(note), torch.randn(8, 16), torch.randn(8, 16)
     plain = copy.deepcopy(model)
     step = planner.compile(model, None, (x, y), budget="100%", wait=0.1)

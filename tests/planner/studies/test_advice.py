@@ -156,7 +156,7 @@ def test_advice_on_a_modelled_device_allocates_nothing() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        model = nn.Sequential(*(nn.Linear(*shapes[0].weight.shape) for _ in range(6)))
+        model = nn.Sequential(*(nn.Linear(*shapes[0].weight.shape) for _ in range(3)))
         batch = torch.empty(shapes[1].shape), torch.empty(shapes[1].shape)
     advice = planner.advise(model, F.mse_loss, batch, roofline="l4", options=["offload"], time_limit_s=20, optimizer="adamw")
     assert advice.device == "l4 (modelled)"

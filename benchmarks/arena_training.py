@@ -18,8 +18,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import planner
-from benchmarks.arena import MODELS as STEPS
-from benchmarks.arena import measure_given_bytes
+from benchmarks.arena import MODELS as STEPS, measure_given_bytes
 from benchmarks.command import Setting, limit_threads, make_main
 from benchmarks.process_memory import count_resident_bytes
 from graphs.units import format_bytes

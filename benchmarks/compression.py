@@ -32,8 +32,7 @@ from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.cli import argument_types
-from planner.measure import steps as measure
-from planner.measure import tracing
+from planner.measure import steps as measure, tracing
 from planner.measure.pool_memory import measure_peak
 from planner.plans.select_attributes import select_attributes
 from planner.runtime.executor import Executor

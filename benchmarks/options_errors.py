@@ -16,8 +16,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options import apply_options
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.measure import steps as measure
-from planner.measure import tracing
+from planner.measure import steps as measure, tracing
 from planner.measure.pool_memory import measure_peak
 from planner.measure.steps import StepOutcome, compute_ratio
 from planner.plans.eager import Difference

@@ -20,8 +20,7 @@ import torch
 
 import planner
 from benchmarks.command import add_names, build_parser, carry_out
-from benchmarks.gpu.plans import ARENA, CUDA_GRAPH, EAGER, MODELS, measure_memory
-from benchmarks.gpu.plans import WAYS as PLANS
+from benchmarks.gpu.plans import ARENA, CUDA_GRAPH, EAGER, MODELS, WAYS as PLANS, measure_memory
 from graphs.errors import typed_line
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep

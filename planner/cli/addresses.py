@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import BudgetError
 from graphs.units import format_bytes, format_ratio, format_seconds, parse_budget
-from planner.cli import argument_types
-from planner.cli import arguments as shared
+from planner.cli import argument_types, arguments as shared
 from planner.plans.select_attributes import select_attributes
 
 if TYPE_CHECKING:

@@ -2,8 +2,7 @@
 
 import argparse
 
-from planner.cli import argument_types
-from planner.cli import arguments as shared
+from planner.cli import argument_types, arguments as shared
 from planner.settings.option_settings import RECOMPUTATION
 from planner.settings.plan import select_settings
 

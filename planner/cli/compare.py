@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
-from planner.cli import argument_types
-from planner.cli import arguments as shared
+from planner.cli import argument_types, arguments as shared
 from planner.settings.counted_memory import CountedMemory
 
 if TYPE_CHECKING:

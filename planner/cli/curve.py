@@ -4,8 +4,7 @@ import argparse
 import math
 from pathlib import Path
 
-from planner.cli import argument_types
-from planner.cli import arguments as shared
+from planner.cli import argument_types, arguments as shared
 
 _TOTAL_S = 30.0
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
-from planner.cli import argument_types
-from planner.cli import arguments as shared
+from planner.cli import argument_types, arguments as shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable

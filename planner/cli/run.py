@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import ModelError, UsageError
 from planner.capture.workload.workload import ModelSpec, parse_spec
-from planner.cli import argument_types
-from planner.cli import arguments as shared
+from planner.cli import argument_types, arguments as shared
 
 if TYPE_CHECKING:
     from planner.measure.run_plan import RunReport

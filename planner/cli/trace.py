@@ -3,8 +3,7 @@
 import argparse
 
 from planner.capture.workload.models import ZOO
-from planner.cli import argument_types
-from planner.cli import arguments as shared
+from planner.cli import argument_types, arguments as shared
 from planner.plans.select_attributes import select_attributes
 
 

@@ -26,8 +26,7 @@ from planner.settings.option_settings import build_option_settings
 from planner.settings.plan import check_positive, select_settings
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import advise_graph
-from planner.studies.curve import Curve
-from planner.studies.curve import solve_curve as solve_budgets
+from planner.studies.curve import Curve, solve_curve as solve_budgets
 from planner.studies.settings import StudySettings
 from planner.studies.workers import return_false
 from solvers.tolerance import Tolerance

@@ -17,17 +17,9 @@ from unittest.mock import patch
 import torch
 from torch._dynamo import (
     config as dynamo_config,  # settings of the capture
-)
-from torch._dynamo import (
     eval_frame as _eval_frame,  # whether functions are compiled at present
-)
-from torch._dynamo import (
     guards as _guards,  # times the guards that it builds
-)
-from torch._dynamo import (
     pgo as _pgo,  # the sizes that a frame was compiled for
-)
-from torch._dynamo import (
     utils as dynamo_utils,  # run_node executes one node on fake tensors
 )
 from torch._dynamo.backends.common import aot_autograd  # a backend of torch.compile, from two compilers and a partitioner
@@ -69,8 +61,6 @@ from torch._dynamo.symbolic_convert import (
 )
 from torch._dynamo.utils import (
     dynamo_timed as _dynamo_timed,
-)
-from torch._dynamo.utils import (
     get_metrics_context as _metrics_context,
 )
 from torch._dynamo.variables import (
@@ -91,14 +81,8 @@ from torch._dynamo.variables import (
     UserDefinedObjectVariable,  # an object that is carried along unchanged
     UserFunctionVariable,  # a function or method that is about to be called
     VariableTracker,  # makes an answer for the captured code
-)
-from torch._dynamo.variables import (
     builtin as _builtin,
-)
-from torch._dynamo.variables import (
     misc as dynamo_misc,  # calls random functions
-)
-from torch._dynamo.variables import (
     user_defined as dynamo_user_defined,  # calls them too
 )
 from torch._dynamo.variables.builder import (

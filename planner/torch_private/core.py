@@ -24,8 +24,6 @@ from torch._subclasses.fake_impls import op_implementations_checks  # which ops 
 from torch._subclasses.fake_tensor import (
     FakeTensor,  # tells captured values from real ones
     FakeTensorMode,  # shapes without memory
-)
-from torch._subclasses.fake_tensor import (
     _BypassDispatchCache as BypassDispatchCache,  # keeps an op out of the mode's cache
 )
 from torch._subclasses.functional_tensor import (
@@ -43,23 +41,15 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.multiprocessing.reductions import StorageWeakRef  # tells whether memory is still in use
 from torch.nn.modules import (
     module as nn_module,  # has the hooks on all modules
-)
-from torch.nn.modules import (
     transformer,
 )
 from torch.utils import _pytree as pytree  # batches and arguments are nested
 from torch.utils._mode_utils import no_dispatch  # concrete values are computed outside of all modes
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees each op that eager PyTorch runs
-    is_in_torch_dispatch_mode,  # disabling modes takes time
-)
-from torch.utils._python_dispatch import (
     _disable_current_modes as disable_current_modes,  # checks and timings are no ops of the step
-)
-from torch.utils._python_dispatch import (
     _get_current_dispatch_mode as current_dispatch_mode,  # the one that sees ops first
-)
-from torch.utils._python_dispatch import (
+    is_in_torch_dispatch_mode,  # disabling modes takes time
     is_traceable_wrapper_subclass as _is_traceable_wrapper_subclass,
 )
 from torch.utils._sympy.interp import sympy_interp  # evaluates a condition on other numbers

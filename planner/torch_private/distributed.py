@@ -2,7 +2,5 @@
 
 from torch.distributed.distributed_c10d import (
     _get_default_store as get_default_store,  # what all processes read and write
-)
-from torch.distributed.distributed_c10d import (
     _get_object_coll_device as collective_device,  # the device of numbers that a group exchanges
 )

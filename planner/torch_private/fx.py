@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.graph import CodeGen as _CodeGen
-from torch.fx.graph import PythonCode
+from torch.fx.graph import CodeGen as _CodeGen, PythonCode
 from torch.fx.graph_module import _loader
 
 

@@ -7,8 +7,10 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import fx
-from torch._inductor import config as _config
-from torch._inductor import ir as inductor_ir  # buffers and their layouts
+from torch._inductor import (
+    config as _config,
+    ir as inductor_ir,  # buffers and their layouts
+)
 from torch._inductor.codecache import PyCodeCache  # the modules that it has loaded
 from torch._inductor.codegen.cpp import CppScheduling  # decides which kernels share a function
 from torch._inductor.codegen.wrapper import can_match_buffer_size  # whether one buffer may reuse the memory of another
@@ -17,11 +19,9 @@ from torch._inductor.compile_fx import (
     compile_fx,  # compiles graphs without training
     compile_fx_backward,  # compiles the backward half as torch.compile does
     compile_fx_forward,  # compiles the forward half
+    create_compiler_config_extra as _create_compiler_config_extra,
     partition_fn,  # splits a joint graph in two, after Inductor's passes
     run_pre_grad_passes,  # Inductor's passes before autograd
-)
-from torch._inductor.compile_fx import (
-    create_compiler_config_extra as _create_compiler_config_extra,
 )
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # the base class of partitioners
 from torch._inductor.decomposition import select_decomp_table  # Inductor's decompositions

@@ -13,8 +13,7 @@ are omitted, since nothing is fused here; op times are those of the graph (its "
 bytes and not the peak, all fractions are tried, and the fastest schedule that fits is returned.
 """
 
-from collections.abc import Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np

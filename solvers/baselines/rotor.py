@@ -20,8 +20,7 @@ neighbours are merged.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Sequence, Set as AbstractSet
 from dataclasses import asdict, dataclass
 
 import numpy as np

@@ -8,8 +8,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import capped, host, plans, probe
+from benchmarks.gpu import __main__ as gpu, capped, host, plans, probe
 from benchmarks.gpu.__main__ import ROOT, GpuStep
 from planner.capture.workload.models import Workload, build
 from tests.support.cuda_device import cuda_device, on_device

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from graphs.addresses import AddressError, Buffer, Offsets, buffers_of, check_offsets, count_moments, live_bytes
 from graphs.ir import Graph

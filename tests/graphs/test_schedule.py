@@ -1,8 +1,7 @@
 """Orders of execution as schedules with the shortest lifetimes."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from graphs.errors import ScheduleError
 from graphs.schedule import Compute, Free, Schedule, schedule_of

@@ -4,8 +4,7 @@ import argparse
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from graphs.errors import BudgetError
 from graphs.units import format_bytes, format_enough, format_ratio, format_seconds, parse_budget

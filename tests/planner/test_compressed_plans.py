@@ -18,8 +18,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options import apply_options
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.measure import run_plan, tracing
-from planner.measure import steps as measure
+from planner.measure import run_plan, steps as measure, tracing
 from planner.measure.pool_memory import measure_peak
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan

@@ -1,7 +1,6 @@
 """Recomputable ops, the last op that may need each, and schedules that recompute groups of forward ops."""
 
-from collections.abc import Hashable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Hashable, Iterable, Sequence, Set as AbstractSet
 
 from graphs.ir import Graph, Phase
 from graphs.schedule import Schedule, schedule_of

@@ -4,8 +4,7 @@ Each names the constant or function of ``c10/cuda/CUDACachingAllocator.cpp`` and
 """
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from graphs.allocators.caching import EXPANDABLE, Block, CachingAllocator, DeviceFullError, Rules
 

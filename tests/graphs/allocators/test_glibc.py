@@ -8,8 +8,7 @@ from ctypes import CDLL
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from graphs.addresses import Buffer
 from graphs.allocators.glibc import MMAP_THRESHOLD_BYTES, MOST_MMAP_THRESHOLD_BYTES, Chunk, GlibcAllocator

@@ -5,8 +5,7 @@ from dataclasses import replace
 from itertools import count, groupby
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from graphs.addresses import Buffer, live_bytes
 from graphs.allocators.caching import Block, CachingAllocator, Segment

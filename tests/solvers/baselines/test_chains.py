@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from graphs.ir import Graph, Phase
 from graphs.synthetic.draft import Draft

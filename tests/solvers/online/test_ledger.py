@@ -8,8 +8,7 @@ from collections.abc import Collection
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from solvers.online.heuristics import NAMES, Interpreter, make_heuristic
 from solvers.online.ledger import Ledger

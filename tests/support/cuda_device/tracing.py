@@ -10,8 +10,7 @@ from planner.capture import trace
 from planner.capture.frontend import joint
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
-from tests.support.cuda_device.tensors import OnDevice
-from tests.support.cuda_device.tensors import plain as on_the_host
+from tests.support.cuda_device.tensors import OnDevice, plain as on_the_host
 
 
 def traced_on_the_cpu() -> Iterator[tuple[object, str, object]]:

@@ -24,8 +24,7 @@ from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.utils import _pytree as pytree
-from torch.utils import _triton
+from torch.utils import _pytree as pytree, _triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.capture.kernels import halves

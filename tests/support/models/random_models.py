@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import assume
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

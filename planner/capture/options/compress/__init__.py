@@ -1,7 +1,6 @@
 """Lossy compression of saved tensors: they are stored in few bits, and restored for the backward pass."""
 
-from graphs.options.compress import COMPRESS as NAME
-from graphs.options.compress import LEAST_BITS, MOST_BITS, REFERENCE_BITS, limit_variance
+from graphs.options.compress import COMPRESS as NAME, LEAST_BITS, MOST_BITS, REFERENCE_BITS, limit_variance
 from graphs.options.option import Argument, Feature
 from planner.capture.options.option import EAGER_KERNELS, StepOption, import_late
 

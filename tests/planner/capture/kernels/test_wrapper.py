@@ -10,8 +10,7 @@ from graphs.errors import TraceError
 from graphs.ir import Phase
 from planner.capture.kernels.wrapper import Launch, Value, Wrapper
 from planner.capture.program.program import Call, Ref, Statement
-from tests.support.inductor.wrapper_code import call, cpp, execute, lines, module, namespace, read
-from tests.support.inductor.wrapper_code import triton as triton_kernel
+from tests.support.inductor.wrapper_code import call, cpp, execute, lines, module, namespace, read, triton as triton_kernel
 
 KERNELS = {
     "cpp_add": cpp("const float*", "const float*", "float*"),

@@ -22,8 +22,7 @@ from graphs.synthetic.small import make_training_chain
 from planner.capture.options import apply_options
 from planner.cli.main import main
 from planner.plans.document import write_plan
-from planner.show.facts import step as step_module
-from planner.show.facts import timeline as timeline_module
+from planner.show.facts import step as step_module, timeline as timeline_module
 from planner.show.facts.addresses import compute_reserved_addresses
 from planner.show.facts.baselines import build_baselines
 from planner.show.facts.columns import COLUMNS, compute_memory_columns, count_left_bytes, list_stretches

@@ -22,8 +22,7 @@ from planner.train.compile import inductor_compiler
 from planner.train.compile.inductor_compiler import InductorCompiler
 from planner.train.compile.per_batch import BatchPlans, check_options
 from planner.train.distributed.wrappers import unwrap
-from tests.support.inductor.steps import compiled as by_torch_compile
-from tests.support.inductor.steps import everything
+from tests.support.inductor.steps import compiled as by_torch_compile, everything
 from tests.support.models.planned import assert_no_trace
 
 pytestmark = [

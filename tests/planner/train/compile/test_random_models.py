@@ -1,8 +1,7 @@
 """Random models under random budgets: results are eager PyTorch's to the last bit, and the budget holds."""
 
 import pytest
-from hypothesis import example, given, reject, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, reject, settings, strategies as st
 
 from benchmarks.runner import Runner
 from planner.plans.summary import summarize

@@ -22,35 +22,13 @@ from graphs.errors import TraceError
 from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.source_lines import find_current_line, find_traced_line, format_location
 from planner.capture.rewrites.outputs import get_storage, is_same_layout, list_tensors
-from planner.torch_private.capture import (
-    FOLLOWS_REQUIRES_GRAD,
-    GETATTR,
-    SETATTR,
-    DynamoBytecodeFlatten,
-    GetAttrVariable,
-    InstructionTranslatorBase,
-    OptimizerVariable,
-    OutputGraph,
-    TensorVariable,
-    TorchDynamoException,
-    TracingContext,
-    UserDefinedObjectVariable,
-    VariableBuilder,
-    VariableTracker,
-    find_tensor_method,
-    get_constant_key,
-    get_source_name,
-    infer_sizes_by_broadcasting,
-    read_arguments_of_gradients,
-    read_legacy_variables,
-    read_names_of_torch,
-)
+from planner.torch_private import capture as private
 from planner.torch_private.core import FunctionalTensor
 from planner.torch_private.patches import wrap
 
-read_names_of_torch()
-read_arguments_of_gradients()
-read_legacy_variables()
+private.read_names_of_torch()
+private.read_arguments_of_gradients()
+private.read_legacy_variables()
 
 EndOfCapture = Callable[[Any, Any], object]  # called with the translator of a frame and the graph that was made of it
 
@@ -71,11 +49,11 @@ def allow_requires_grad_writes() -> Iterator[None]:
         TraceError: a tensor of the batch is told to require a gradient, before torch 2.13.
     """
     with ExitStack() as stack:
-        stack.enter_context(wrap(*SETATTR, _set_requires_grad))
-        if FOLLOWS_REQUIRES_GRAD:
-            stack.enter_context(patch.object(OutputGraph, FOLLOWS_REQUIRES_GRAD, lambda *_: None))
-        write = _write_or_refuse if FOLLOWS_REQUIRES_GRAD else _write_or_leave
-        stack.enter_context(wrap(*find_tensor_method("requires_grad_"), write))
+        stack.enter_context(wrap(*private.SETATTR, _set_requires_grad))
+        if private.FOLLOWS_REQUIRES_GRAD:
+            stack.enter_context(patch.object(private.OutputGraph, private.FOLLOWS_REQUIRES_GRAD, lambda *_: None))
+        write = _write_or_refuse if private.FOLLOWS_REQUIRES_GRAD else _write_or_leave
+        stack.enter_context(wrap(*private.find_tensor_method("requires_grad_"), write))
         yield
 
 
@@ -99,7 +77,7 @@ def _write_or_leave(write: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
 def _write_or_refuse(write: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return write(owner, *args, **kwargs)
-    except TorchDynamoException:
+    except private.TorchDynamoException:
         if not _is_of_batch(owner) or owner.as_proxy().node.meta["example_value"].requires_grad:
             raise
         _read_through_leaf(owner, args[0])
@@ -112,13 +90,13 @@ def _is_made(owner: Any) -> bool:
 
 
 def _is_of_batch(owner: Any) -> bool:
-    return owner.source is not None and get_source_name(owner.source).startswith(("L['args']", "L['kwargs']"))
+    return owner.source is not None and private.get_source_name(owner.source).startswith(("L['args']", "L['kwargs']"))
 
 
 def _read_through_leaf(owner: Any, translator: Any) -> None:
     """Let the rest of the step read the input `owner` through an alias that requires a gradient, and say so."""
     place = format_location(find_current_line())
-    if not FOLLOWS_REQUIRES_GRAD:
+    if not private.FOLLOWS_REQUIRES_GRAD:
         raise TraceError(
             f"{place} changes requires_grad of a tensor of the batch, which a plan takes as it is given: call requires_grad_() "
             "on the batch before the step, which then gives it a gradient"
@@ -148,9 +126,11 @@ class _DataWrites:
         at_once: copies to parameters that are trained, with the memory of both sides.
     """
 
-    wanted: Callable[[InstructionTranslatorBase], bool]
-    pending: "WeakKeyDictionary[TracingContext, dict[Any, tuple[Any, Any]]]" = field(default_factory=WeakKeyDictionary)
-    at_once: "WeakKeyDictionary[TracingContext, list[tuple[fx.Node, set[int]]]]" = field(default_factory=WeakKeyDictionary)
+    wanted: Callable[[private.InstructionTranslatorBase], bool]
+    pending: "WeakKeyDictionary[private.TracingContext, dict[Any, tuple[Any, Any]]]" = field(default_factory=WeakKeyDictionary)
+    at_once: "WeakKeyDictionary[private.TracingContext, list[tuple[fx.Node, set[int]]]]" = field(
+        default_factory=WeakKeyDictionary
+    )
 
     def add(self, translator: Any, owner: Any, value: Any) -> bool:
         """Write `value` to the data of the input `owner`; return False, and do nothing, where Dynamo has to refuse it."""
@@ -162,7 +142,7 @@ class _DataWrites:
             return False
         if get_storage(old) == get_storage(new) and not old.requires_grad:
             return True  # its own data, which the 8-bit layers of bitsandbytes assign again in each call
-        data = getattr(owner, GETATTR)(translator, "data")
+        data = getattr(owner, private.GETATTR)(translator, "data")
         detached = value.call_method(translator, "detach", [], {})
         if old.requires_grad:
             copy = data.call_method(translator, "copy_", [detached], {})
@@ -191,7 +171,7 @@ class _DataWrites:
     def find_attribute_or_method(self, attribute: Any, owner: Any, translator: Any, name: str) -> Any:
         """Return the variable of an attribute; of ``set_``, one that calls the method above."""
         if name == "set_" and owner.source is not None and self.wanted(translator):
-            return GetAttrVariable(owner, name)
+            return private.GetAttrVariable(owner, name)
         return attribute(owner, translator, name)
 
     def _write(self, translator: Any, owner: Any, value: Any) -> bool:
@@ -215,7 +195,7 @@ class _DataWrites:
 
 def call_at_end(*functions: EndOfCapture) -> AbstractContextManager[object]:
     """Return the patch with which Dynamo calls `functions`, in this order, where it has followed a frame to its end."""
-    return wrap(OutputGraph, "compile_subgraph", partial(_end_and_compile, functions))
+    return wrap(private.OutputGraph, "compile_subgraph", partial(_end_and_compile, functions))
 
 
 def _end_and_compile(functions: Iterable[EndOfCapture], compile_graph: Any, output: Any, tx: Any, *args: Any, **more: Any) -> Any:
@@ -224,7 +204,7 @@ def _end_and_compile(functions: Iterable[EndOfCapture], compile_graph: Any, outp
     return compile_graph(output, tx, *args, **more)
 
 
-def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool], stack: ExitStack) -> EndOfCapture:
+def write_data_in_place_where(wanted: Callable[[private.InstructionTranslatorBase], bool], stack: ExitStack) -> EndOfCapture:
     """Capture ``buffer.data = value`` and ``buffer.set_(value)`` as a write into its own memory, until `stack` is closed.
 
     That is how moving averages of weights, and queues, are written (MoCo). AOTAutograd follows no input that gets another
@@ -238,10 +218,10 @@ def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool
         What is to be called at the end: it writes. It raises a TraceError if the step goes on with another name of the memory of
         such a parameter.
     """
-    writes, attribute = _DataWrites(wanted), getattr(TensorVariable, GETATTR)
-    stack.enter_context(wrap(*SETATTR, writes.set_or_write))
-    stack.enter_context(wrap(*find_tensor_method("set_"), partial(writes.set_storage_or_write, attribute)))
-    stack.enter_context(wrap(TensorVariable, GETATTR, writes.find_attribute_or_method))
+    writes, attribute = _DataWrites(wanted), getattr(private.TensorVariable, private.GETATTR)
+    stack.enter_context(wrap(*private.SETATTR, writes.set_or_write))
+    stack.enter_context(wrap(*private.find_tensor_method("set_"), partial(writes.set_storage_or_write, attribute)))
+    stack.enter_context(wrap(private.TensorVariable, private.GETATTR, writes.find_attribute_or_method))
     return writes.end
 
 
@@ -256,17 +236,17 @@ def write_replaced_buffers(translator: Any, output: Any) -> None:
     for _, _, buffer in replaced:
         _keep_old_value(buffer.as_proxy().node)
     for (items, key, buffer), value in zip(replaced, values, strict=True):
-        getattr(buffer, GETATTR)(translator, "data").call_method(translator, "copy_", [value], {})
+        getattr(buffer, private.GETATTR)(translator, "data").call_method(translator, "copy_", [value], {})
         items[key] = buffer
 
 
 def _iterate_replaced_buffers(table: Any) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
     """Yield the items of a module's table of buffers, the key of a tensor that replaces another of its layout, and the other."""
-    if table.source is None or not get_source_name(table.source).endswith("._buffers"):
+    if table.source is None or not private.get_source_name(table.source).endswith("._buffers"):
         return
-    before = {get_constant_key(key): value for key, value in table.original_items.items()}
+    before = {private.get_constant_key(key): value for key, value in table.original_items.items()}
     for key, value in table.items.items():
-        pair = [each.realize() for each in (before.get(get_constant_key(key)), value) if each is not None]
+        pair = [each.realize() for each in (before.get(private.get_constant_key(key)), value) if each is not None]
         if len(pair) == 2 and pair[0] is not pair[1] and all(each.is_tensor() for each in pair):
             old, new = (each.as_proxy().node.meta["example_value"] for each in pair)
             if is_same_layout(old, new) and old.dtype is new.dtype and old.device == new.device and not new.requires_grad:
@@ -327,7 +307,7 @@ def keep_attributes(module: nn.Module) -> Iterator[None]:
     """
     attributes = {name: vars(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers()) if vars(tensor)}
     copy = partial(_copy_attributes, module, attributes)
-    with wrap(DynamoBytecodeFlatten, "__call__", copy) if attributes else nullcontext():
+    with wrap(private.DynamoBytecodeFlatten, "__call__", copy) if attributes else nullcontext():
         yield
 
 
@@ -343,7 +323,7 @@ def _copy_attributes(module: nn.Module, attributes: Mapping[str, Mapping[str, An
 @contextmanager
 def read_optimizers() -> Iterator[None]:
     """Read the groups of an optimizer, such as its learning rate, as those of any object: its parameters are no inputs then."""
-    with patch.object(OptimizerVariable, GETATTR, getattr(UserDefinedObjectVariable, GETATTR)):
+    with patch.object(private.OptimizerVariable, private.GETATTR, getattr(private.UserDefinedObjectVariable, private.GETATTR)):
         yield
 
 
@@ -351,7 +331,7 @@ def read_optimizers() -> Iterator[None]:
 def read_generic_aliases() -> Iterator[None]:
     """Read ``list[int]`` and the like where types are values, as in ``typing.cast(list[int], x)``; torch 2.13 does not."""
     name = "mp_subscript_impl"
-    with wrap(VariableTracker, name, _get_item) if hasattr(VariableTracker, name) else nullcontext():
+    with wrap(private.VariableTracker, name, _get_item) if hasattr(private.VariableTracker, name) else nullcontext():
         yield
 
 
@@ -360,14 +340,14 @@ def _get_item(refuse: Any, variable: Any, translator: Any, key: Any) -> Any:
     is_type = isinstance(kind, type)
     if not is_type:
         return refuse(variable, translator, key)
-    return VariableTracker.build(translator, kind[getattr(key, "value", None) or key.as_python_constant()])
+    return private.VariableTracker.build(translator, kind[getattr(key, "value", None) or key.as_python_constant()])
 
 
 @contextmanager
 def read_numpy_floats() -> Iterator[None]:
     """Read an ``np.float64``, which is a Python float, as that: Dynamo makes an array of it, and its ops round differently."""
-    wraps = VariableBuilder._type_dispatch()  # by types; Dynamo caches it
-    with patch.object(VariableBuilder, "_type_dispatch", lambda *_: {**wraps, np.float64: _wrap_float}):
+    wraps = private.VariableBuilder._type_dispatch()  # by types; Dynamo caches it
+    with patch.object(private.VariableBuilder, "_type_dispatch", lambda *_: {**wraps, np.float64: _wrap_float}):
         yield
 
 
@@ -392,5 +372,5 @@ def follow_distributions() -> Iterator[None]:
 
     ``torch.compile`` disables the checks for the whole process.
     """
-    with patch.object(Distribution, "_validate_args", False), infer_sizes_by_broadcasting():
+    with patch.object(Distribution, "_validate_args", False), private.infer_sizes_by_broadcasting():
         yield

@@ -22,13 +22,7 @@ from graphs.errors import TraceError
 from planner.capture.rewrites.batch_norms import capture_batch_norms_as_eager
 from planner.capture.rewrites.layouts import record_written_strides
 from planner.capture.rewrites.prod_gradients import capture_products_as_eager
-from planner.torch_private.capture import (
-    InstructionTranslatorBase,
-    TorchInGraphFunctionVariable,
-    VariableTracker,
-    dynamo_config,
-    find_tensor_method,
-)
+from planner.torch_private import capture as private
 from planner.torch_private.core import (
     BypassDispatchCache,
     DispatchKey,
@@ -110,20 +104,20 @@ def _restore(op: OpOverload, kernels: dict[DispatchKey, Callable[..., Any]]) -> 
 def _keep_dynamo_as_eager() -> Iterator[None]:
     """Make Dynamo decompose ``addcdiv`` and ``addcmul_`` only if it must: where their factor is a tensor."""
     with ExitStack() as stack:
-        stack.enter_context(dynamo_config.patch(enable_dynamo_decompositions=False))
+        stack.enter_context(private.dynamo_config.patch(enable_dynamo_decompositions=False))
         keep_dynamo_as_eager_where(lambda _: True, stack)
         yield
 
 
-def keep_dynamo_as_eager_where(wanted: Callable[[InstructionTranslatorBase], bool], stack: ExitStack) -> None:
+def keep_dynamo_as_eager_where(wanted: Callable[[private.InstructionTranslatorBase], bool], stack: ExitStack) -> None:
     """Make Dynamo decompose no op in the frames that are `wanted` unless it must, until `stack` is closed.
 
     It must where a factor (``value`` of ``addcdiv`` and ``addcmul_``) is a tensor, which the op itself would read.
     """
-    handlers, keep_whole = TorchInGraphFunctionVariable._get_handlers(), partial(_keep_whole, wanted)
+    handlers, keep_whole = private.TorchInGraphFunctionVariable._get_handlers(), partial(_keep_whole, wanted)
     stack.callback(handlers.__setitem__, torch.addcdiv, handlers[torch.addcdiv])
     handlers[torch.addcdiv] = bind_original(handlers[torch.addcdiv], keep_whole)
-    for holder, name in map(find_tensor_method, ("addcmul_", "addcdiv_")):
+    for holder, name in map(private.find_tensor_method, ("addcmul_", "addcdiv_")):
         stack.enter_context(wrap(holder, name, keep_whole))
 
 
@@ -146,7 +140,7 @@ def hide_compiling(informed: Collection[str] = ()) -> Iterator[list[str]]:
         The modules that have asked so far and got no, with their questions.
     """
     asked: list[str] = []
-    handlers, answer = TorchInGraphFunctionVariable._get_handlers(), partial(_answer, informed, asked)
+    handlers, answer = private.TorchInGraphFunctionVariable._get_handlers(), partial(_answer, informed, asked)
     with patch.dict(handlers, {question: bind_original(handlers[question], answer) for question in _QUESTIONS}):
         yield asked
 
@@ -157,10 +151,10 @@ def _answer(informed: Collection[str], asked: list[str], true: Any, variable: An
     if question in informed or _get_package(module) in _INFORMED:
         return true(variable, tx, *args, **kwargs)
     asked.append(question)
-    return VariableTracker.build(tx, False)
+    return private.VariableTracker.build(tx, False)
 
 
-def _find_asking_module(tx: InstructionTranslatorBase) -> str:
+def _find_asking_module(tx: private.InstructionTranslatorBase) -> str:
     """Return the module that asks; if it asks through a function of its library, the caller of that function."""
     module = _get_module(tx)
     caller: Any = tx
@@ -169,7 +163,7 @@ def _find_asking_module(tx: InstructionTranslatorBase) -> str:
     return module if caller is None or _get_package(_get_module(caller)) in _INFORMED else _get_module(caller)
 
 
-def _get_module(tx: InstructionTranslatorBase) -> str:
+def _get_module(tx: private.InstructionTranslatorBase) -> str:
     return str(tx.f_globals.get("__name__"))
 
 

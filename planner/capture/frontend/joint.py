@@ -60,24 +60,7 @@ from planner.capture.rewrites.outputs import CHECKS, check_writes, drop_tangents
 from planner.capture.rewrites.sparse_products import decompose_sparse_matrices, hide_sparse_buffers
 from planner.capture.signature import Batch, list_leaves, split_arguments
 from planner.capture.step import TrainingStep
-from planner.torch_private.capture import (
-    GRADIENT_SETTINGS,
-    GUARD_SETTINGS,
-    CaptureOutput,
-    JointWithDescriptors,
-    TracingContext,
-    aot_export_joint_with_descriptors,
-    compiling_state,
-    create_fx_graph_from_captured_output,
-    dynamo_config,
-    enter_dynamo_phase,
-    forget_compiled,
-    forget_saved_values,
-    fullgraph_capture,
-    functorch_config,
-    get_traced_fn,
-    tracing,
-)
+from planner.torch_private import capture as private
 from planner.torch_private.core import FakeTensor, disable_current_modes, keep_in_graphs, silence_fakes
 
 T = TypeVar("T")
@@ -85,9 +68,9 @@ T = TypeVar("T")
 Make = Callable[[ExitStack, fx.GraphModule, tuple[object, ...], dict[str, object]], T]
 Made = tuple[T, PythonGuards | None]
 # Makes a joint graph, called as ``aot_export_joint_with_descriptors``.
-Export = Callable[..., JointWithDescriptors]
+Export = Callable[..., private.JointWithDescriptors]
 Values = DataBranches | SymbolicNumbers  # what a capture may learn of values: one of the two
-Traced = tuple[JointWithDescriptors, PythonGuards | None, DataBranches | None]
+Traced = tuple[private.JointWithDescriptors, PythonGuards | None, DataBranches | None]
 
 
 def capture_joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, numbers: Collection[str] | None = ()) -> Traced:
@@ -147,8 +130,8 @@ def _trace_compiled(
     return *_get_result(found, step, batch, None), None
 
 
-def _export_for_inductor(*args: Any, **options: Any) -> JointWithDescriptors:
-    joint = aot_export_joint_with_descriptors(*args, **options)
+def _export_for_inductor(*args: Any, **options: Any) -> private.JointWithDescriptors:
+    joint = private.aot_export_joint_with_descriptors(*args, **options)
     check_writes(joint.graph_module.graph)
     for node in joint.graph_module.graph.nodes:
         if get_explicit_generator(node) is not None:
@@ -166,7 +149,7 @@ def _capture_compiled_with_branches(
     branches = DataBranches(batch)
     conditions: list[DataGuards | None] = []
 
-    def export(*args: Any, **options: Any) -> JointWithDescriptors:
+    def export(*args: Any, **options: Any) -> private.JointWithDescriptors:
         with branches.follow():
             joint = _export_for_inductor(*args, **options)
         with disable_current_modes():  # conditions are computed on the batch, and not on fake tensors
@@ -243,7 +226,7 @@ def _capture_with_numbers(step: TrainingStep, batch: Batch, names: Collection[st
     raise failed or TraceError(f"the step cannot be captured with {', '.join(sorted(names))} as inputs") from found
 
 
-def _take_whole(found: Made[JointWithDescriptors] | Exception | None) -> Traced | None:
+def _take_whole(found: Made[private.JointWithDescriptors] | Exception | None) -> Traced | None:
     """Return what was captured without branches on data; None if another way of capturing it may succeed.
 
     Raises:
@@ -275,7 +258,9 @@ def _get_result(found: Made[T] | Exception | None, step: TrainingStep, batch: Ba
     raise found if isinstance(found, UnsettledError | CountingError) else build_failure(found, step, batch, branches)
 
 
-def _try_attempts(step: TrainingStep, batch: Batch, names: Collection[str] = ()) -> Made[JointWithDescriptors] | Exception | None:
+def _try_attempts(
+    step: TrainingStep, batch: Batch, names: Collection[str] = ()
+) -> Made[private.JointWithDescriptors] | Exception | None:
     """Capture with modules told that they are not compiled, as far as possible; return as ``_try_capture``."""
     informed = set(ASKING_FOR_COMPILERS)
     while True:
@@ -288,7 +273,9 @@ def _try_attempts(step: TrainingStep, batch: Batch, names: Collection[str] = ())
         informed.add(asked[-1])
 
 
-def _try_attempt(step: TrainingStep, batch: Batch, names: Collection[str]) -> Made[JointWithDescriptors] | Exception | None:
+def _try_attempt(
+    step: TrainingStep, batch: Batch, names: Collection[str]
+) -> Made[private.JointWithDescriptors] | Exception | None:
     numbers = SymbolicNumbers(names) if names else None
     return _try_capture(step, batch, partial(_build_joint, values=numbers), numbers)
 
@@ -307,11 +294,11 @@ def _build_joint(
     args: tuple[object, ...],
     kwargs: dict[str, object],
     values: Values | None = None,
-) -> JointWithDescriptors:
+) -> private.JointWithDescriptors:
     # A training loop calls backward() outside autocast. Without the shape environment every size is a plain number.
-    stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+    stack.enter_context(private.functorch_config.patch(backward_pass_autocast="off"))
     with values.follow() if values else nullcontext():
-        return aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
+        return private.aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
 
 
 def _trace(step: TrainingStep, batch: Batch, values: Values | None, make: Make[T]) -> Made[T] | None:
@@ -356,20 +343,20 @@ def _trace_with_later_values(
             effects = dynamo.enter_context(record_effects())
             dynamo.enter_context(take_values_later(later))
             frames = dynamo.enter_context(record_frames())
-            with compiling_state(), enter_dynamo_phase("fullgraph_capture"):
-                output = fullgraph_capture(step, args, kwargs)
-        module = create_fx_graph_from_captured_output(output, step, args, kwargs)
-        forget_compiled(output)
+            with private.compiling_state(), private.enter_dynamo_phase("fullgraph_capture"):
+                output = private.fullgraph_capture(step, args, kwargs)
+        module = private.create_fx_graph_from_captured_output(output, step, args, kwargs)
+        private.forget_compiled(output)
         matrices.add_parts(module)
         if values:
             values.settle(module)
         # Ops that ask for values can be captured only with the values of the batch: the caller tries that next.
         if not isinstance(values, DataBranches) and needs_values(module.graph):
             return None
-        stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
+        stack.enter_context(private.tracing(private.TracingContext(module.meta["fake_mode"])))
         with keep_in_graphs(CHECKS), hide_sparse_buffers(module), keep_attributes(module), _restore_own_tensors(step):
             made = make(stack, module, args, kwargs)
-        forget_saved_values()
+        private.forget_saved_values()
         with disable_current_modes():  # guards look at real tensors
             args, kwargs = split_arguments(batch)
             local, scope = {"self": step, "args": args, "kwargs": kwargs}, output.graph_capture_output.f_globals
@@ -398,7 +385,7 @@ def _enter_settings(stack: ExitStack) -> None:
     """Enter the settings that steps are traced with."""
     stack.enter_context(torch.enable_grad())
     stack.enter_context(
-        dynamo_config.patch(
+        private.dynamo_config.patch(
             assume_static_by_default=True,
             automatic_dynamic_shapes=False,
             allow_rnn=True,
@@ -406,14 +393,14 @@ def _enter_settings(stack: ExitStack) -> None:
             # Side effects are checked by planner.capture.frontend.effects.
             replay_side_effects=False,
             skip_nnmodule_hook_guards=False,
-            **GRADIENT_SETTINGS,
-            **GUARD_SETTINGS,
+            **private.GRADIENT_SETTINGS,
+            **private.GUARD_SETTINGS,
         )
     )
 
 
 def _build_guards(
-    output: CaptureOutput,
+    output: private.CaptureOutput,
     frames: Frames,
     constants: Iterable[str],
     step: TrainingStep,
@@ -427,7 +414,7 @@ def _build_guards(
     if any(isinstance(value, FakeTensor) for value in (*step.parameters(), *step.buffers(), *list_leaves(batch))):
         return None
     try:
-        guards = build_guards(output, get_traced_fn(step)[0].__code__, frames, step, batch, constants, later.calls)
+        guards = build_guards(output, private.get_traced_fn(step)[0].__code__, frames, step, batch, constants, later.calls)
     except AssertionError as error:
         raise TraceError(
             f"the step reads a value that differs each time: {first_line(error)}; compute it outside of what is planned, and "

@@ -42,25 +42,7 @@ from planner.capture.frontend.later_calls import (
 from planner.capture.frontend.python_state import is_followed
 from planner.capture.frontend.source_lines import find_current_line, format_location
 from planner.capture.guards.names import build_accessor
-from planner.torch_private.capture import (
-    GETATTR,
-    BuiltinVariable,
-    ConstantVariable,
-    GetAttrVariable,
-    InstructionTranslatorBase,
-    LazyVariableTracker,
-    ListVariable,
-    OutputGraph,
-    StringFormatVariable,
-    SymNodeVariable,
-    TensorVariable,
-    UnspecializedNNModuleVariable,
-    UserDefinedObjectVariable,
-    VariableBuilder,
-    VariableTracker,
-    get_constant_key,
-    get_source_name,
-)
+from planner.torch_private import capture as private
 from planner.torch_private.patches import bind_original, wrap
 
 _UPDATES = ("update", "forward", "__call__")
@@ -84,7 +66,7 @@ class CaptureAgainError(Exception):
     """Ends a capture that begins again with what it has learned (``LaterValues.begin_again``); no user sees it."""
 
 
-class LaterVariable(VariableTracker):
+class LaterVariable(private.VariableTracker):
     """A value that is known after the step, while code is captured.
 
     Attributes:
@@ -94,7 +76,7 @@ class LaterVariable(VariableTracker):
         example: a value of its type; ``_UNKNOWN`` if none is known.
     """
 
-    _nonvar_fields = {"values", "index", "origins", "example", *VariableTracker._nonvar_fields}  # noqa: RUF012
+    _nonvar_fields = {"values", "index", "origins", "example", *private.VariableTracker._nonvar_fields}  # noqa: RUF012
 
     def __init__(self, *, values: "LaterValues", index: int, origins: frozenset[Any], example: object, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -126,7 +108,7 @@ class LaterVariable(VariableTracker):
 
     def var_getattr(self, tx: Any, name: str) -> Any:
         """Record that an attribute is read."""
-        return self.values.record(tx, getattr, [self, ConstantVariable.create(name)])
+        return self.values.record(tx, getattr, [self, private.ConstantVariable.create(name)])
 
     nb_bool_impl, tp_getattro_impl = bool_impl, var_getattr  # as torch 2.14 calls them
 
@@ -142,7 +124,7 @@ class LaterVariable(VariableTracker):
 
     def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Record a call of a method."""
-        return self.values.record(tx, _call_method, [self, ConstantVariable.create(name), *args], kwargs)
+        return self.values.record(tx, _call_method, [self, private.ConstantVariable.create(name), *args], kwargs)
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +157,7 @@ class LaterValues:
     _needed: set[Any] = field(default_factory=set)  # names and instructions whose values the step needs
     _refuses: bool = False  # whether all are needed
     _learned: bool = False
-    _output: OutputGraph | None = None
+    _output: private.OutputGraph | None = None
     _tensors: list[Any] = field(default_factory=list)
     _versions: list[tuple[Any, int, _Location]] = field(default_factory=list)
     _numbers: dict[fx.Node, Any] = field(default_factory=dict)  # the tensor that each call of ``item`` reads
@@ -237,7 +219,7 @@ class LaterValues:
         variable = variable.realize()
         if self.has_later(variable):
             return False
-        waiting = [variable.as_proxy().node] if isinstance(variable, SymNodeVariable) else []
+        waiting = [variable.as_proxy().node] if isinstance(variable, private.SymNodeVariable) else []
         while waiting:
             if (node := waiting.pop()) in self._numbers:
                 return False
@@ -247,7 +229,7 @@ class LaterValues:
     def has_later(self, variable: Any, *, tensors: bool = False) -> bool:
         """Return True if a variable is or contains a later value; or also, a tensor."""
         for part in _iterate_parts(variable):
-            if isinstance(part, LazyVariableTracker) and not part.is_realized() and not self.is_read_later(part.source):
+            if isinstance(part, private.LazyVariableTracker) and not part.is_realized() and not self.is_read_later(part.source):
                 continue
             part = part.realize()
             if isinstance(part, LaterVariable) or (tensors and part.is_tensor()):
@@ -258,7 +240,7 @@ class LaterValues:
         """Return True if the object of this source is read after the step."""
         return bool(self._read) and get_known_name(source) in self._read
 
-    def end(self, translator: Any, output: OutputGraph) -> None:
+    def end(self, translator: Any, output: private.OutputGraph) -> None:
         """Make the captured code return the tensors of the calls, as its last result, as the graph ends.
 
         Raises:
@@ -280,7 +262,7 @@ class LaterValues:
                 if node in self._found and not node.users:
                     node.graph.erase_node(node)
 
-    def _store(self, output: OutputGraph) -> None:
+    def _store(self, output: private.OutputGraph) -> None:
         """Add the calls that set what the step sets to later values, and learn which objects are to be read later."""
         guarded = frozenset(guard.name for guard in output.guards)
         effects = list_effects(output.side_effects)
@@ -295,7 +277,7 @@ class LaterValues:
             elif recorded:
                 self._set(output, effect)
 
-    def _set(self, output: OutputGraph, effect: Effect) -> None:
+    def _set(self, output: private.OutputGraph, effect: Effect) -> None:
         try:
             value, _ = self._convert(output.root_tx, effect.value)
         except _UnknownError:
@@ -316,12 +298,12 @@ class LaterValues:
         return any(self._is_later(part, history=history) for part in _iterate_parts(effect.value)) or _is_longer_list(effect)
 
     def _is_later(self, value: Any, *, history: bool) -> bool:
-        if isinstance(value, LazyVariableTracker) and not value.is_realized():
+        if isinstance(value, private.LazyVariableTracker) and not value.is_realized():
             return False
         value = value.realize()
         if value.is_tensor():
             return value.source is None and (history or not value.as_proxy().node.meta["example_value"].requires_grad)
-        return isinstance(value, LaterVariable) or (isinstance(value, SymNodeVariable) and not self.is_known(value))
+        return isinstance(value, LaterVariable) or (isinstance(value, private.SymNodeVariable) and not self.is_known(value))
 
     def _read_later(self, names: Set[str]) -> None:
         """Learn that an object with these names is to be read after the step."""
@@ -359,7 +341,7 @@ class LaterValues:
         self._read = {name: names for name, names in self._read.items() if names.isdisjoint(self._needed)}
         self._learned |= bool(new)
 
-    def _follow(self, output: OutputGraph) -> None:
+    def _follow(self, output: private.OutputGraph) -> None:
         if output is not self._output:  # a restarted capture begins again
             self._output, self.calls, self.stored = output, [], set()
             self._tensors, self._versions, self._found = [], [], set()
@@ -371,7 +353,7 @@ class LaterValues:
     def _find_example(self, function: Any, args: Iterable[Any], kwargs: Any) -> object:
         """Return the result of a pure function on the examples of its arguments, for its type."""
         is_pure = getattr(function, "__module__", "") in _PURE and function not in (print, getattr) and not kwargs
-        if not is_pure or not all(isinstance(arg, LaterVariable | ConstantVariable) for arg in args):
+        if not is_pure or not all(isinstance(arg, LaterVariable | private.ConstantVariable) for arg in args):
             return _UNKNOWN
         examples = [arg.example if isinstance(arg, LaterVariable) else arg.value for arg in args]
         try:
@@ -398,15 +380,15 @@ class LaterValues:
             return Result(variable.index), variable.origins
         if variable.is_tensor():
             return ReturnedTensor(self._add_tensor(tx, variable)), frozenset()
-        if isinstance(variable, ConstantVariable):
+        if isinstance(variable, private.ConstantVariable):
             return variable.value, frozenset()
         name = get_known_name(variable.source)
         if name is None and variable.is_python_constant():
             return variable.as_python_constant(), frozenset()
-        if isinstance(variable, SymNodeVariable):
+        if isinstance(variable, private.SymNodeVariable):
             return self._convert_number(tx, variable.as_proxy().node), frozenset()
-        if isinstance(variable, StringFormatVariable):
-            text = ConstantVariable.create(variable.format_string)
+        if isinstance(variable, private.StringFormatVariable):
+            text = private.ConstantVariable.create(variable.format_string)
             result = self.record(tx, str.format, [text, *variable.sym_args], variable.sym_kwargs)
             return Result(result.index), result.origins
         kind, items = variable.python_type(), getattr(variable, "items", None)
@@ -414,7 +396,7 @@ class LaterValues:
             pairs = [self._convert(tx, item) for item in items]
             return kind(value for value, _ in pairs), frozenset[Any]().union(*(found for _, found in pairs))
         if kind is dict and items is not None:
-            found = {get_constant_key(key): self._convert(tx, value) for key, value in items.items()}
+            found = {private.get_constant_key(key): self._convert(tx, value) for key, value in items.items()}
             origins = frozenset[Any]().union(*(each for _, each in found.values()))
             return {key: value for key, (value, _) in found.items()}, origins
         if name is not None:
@@ -456,7 +438,7 @@ class _UnknownError(Exception):
 def get_known_name(source: Any) -> str | None:
     """Return the name of the place that a variable comes from, as Dynamo writes it; None if it has none that lasts."""
     try:
-        name = "" if source is None else get_source_name(source)
+        name = "" if source is None else private.get_source_name(source)
     except NotImplementedError:
         return None
     return name if name.startswith(("L['self']", "G[")) else None
@@ -471,23 +453,23 @@ def _iterate_parts(variable: Any) -> Iterator[Any]:
             continue
         seen.add(id(found))
         yield found
-        if isinstance(found, LazyVariableTracker) and not found.is_realized():
+        if isinstance(found, private.LazyVariableTracker) and not found.is_realized():
             continue
         found = found.realize()
-        if isinstance(found, StringFormatVariable):
+        if isinstance(found, private.StringFormatVariable):
             waiting += (*found.sym_args, *found.sym_kwargs.values())
         held = vars(found)
         if isinstance(items := held.get("items"), dict):
             waiting += items.values()
         elif isinstance(items, list | tuple):
             waiting += items
-        elif isinstance(base := held.get("_base_vt"), VariableTracker):  # of a class that is derived from a container
+        elif isinstance(base := held.get("_base_vt"), private.VariableTracker):  # of a class that is derived from a container
             waiting.append(base)
 
 
 def _is_longer_list(effect: Effect) -> bool:
     """Return True if the step appends to a list that existed before it, and does nothing else to it."""
-    if effect.attribute is not None or not isinstance(effect.value, ListVariable):
+    if effect.attribute is not None or not isinstance(effect.value, private.ListVariable):
         return False
     places = [getattr(item.source, "index", None) for item in effect.value.items]
     kept = [place for place in places if place is not None]
@@ -497,17 +479,17 @@ def _is_longer_list(effect: Effect) -> bool:
 @contextmanager
 def take_values_later(values: LaterValues) -> Iterator[None]:
     """Make Dynamo capture what is only recorded, and calls of metrics, as later calls; `values.end` is called at the end."""
-    make_handler = staticmethod(bind_original(BuiltinVariable._make_handler, _make_later_handler))
+    make_handler = staticmethod(bind_original(private.BuiltinVariable._make_handler, _make_later_handler))
     with ExitStack() as stack:
-        stack.enter_context(wrap(InstructionTranslatorBase, "step", partial(_step_or_need, values)))
-        stack.enter_context(wrap(VariableBuilder, "_wrap", partial(_wrap_or_read, values)))
-        stack.enter_context(wrap(InstructionTranslatorBase, "call_function", partial(_call_or_record, values)))
-        stack.enter_context(wrap(BuiltinVariable, "call_function", partial(_call_or_record_builtin, values)))
-        stack.enter_context(patch.object(BuiltinVariable, "_make_handler", make_handler))
-        stack.enter_context(wrap(TensorVariable, "call_method", partial(_call_and_note, values)))
-        for kind in (UnspecializedNNModuleVariable, UserDefinedObjectVariable):
+        stack.enter_context(wrap(private.InstructionTranslatorBase, "step", partial(_step_or_need, values)))
+        stack.enter_context(wrap(private.VariableBuilder, "_wrap", partial(_wrap_or_read, values)))
+        stack.enter_context(wrap(private.InstructionTranslatorBase, "call_function", partial(_call_or_record, values)))
+        stack.enter_context(wrap(private.BuiltinVariable, "call_function", partial(_call_or_record_builtin, values)))
+        stack.enter_context(patch.object(private.BuiltinVariable, "_make_handler", make_handler))
+        stack.enter_context(wrap(private.TensorVariable, "call_method", partial(_call_and_note, values)))
+        for kind in (private.UnspecializedNNModuleVariable, private.UserDefinedObjectVariable):
             # Of metrics and collectors, which are variables of these kinds.
-            stack.enter_context(wrap(kind, GETATTR, _find_attribute_or_method))
+            stack.enter_context(wrap(kind, private.GETATTR, _find_attribute_or_method))
             stack.enter_context(wrap(kind, "call_method", partial(_call_or_record_method, values)))
             stack.enter_context(wrap(kind, "call_function", partial(_call_or_record_object, values)))
         yield
@@ -515,7 +497,7 @@ def take_values_later(values: LaterValues) -> Iterator[None]:
 
 def _wrap_or_read(values: LaterValues, wrap: Any, builder: Any, value: Any) -> Any:
     is_later = values.is_read_later(builder.source)
-    return values.read(builder, get_source_name(builder.source), value) if is_later else wrap(builder, value)
+    return values.read(builder, private.get_source_name(builder.source), value) if is_later else wrap(builder, value)
 
 
 def _call_or_record(values: LaterValues, call: Any, tx: Any, function: Any, args: Any, kwargs: Any) -> None:
@@ -548,7 +530,7 @@ def _call_and_note(values: LaterValues, call: Any, owner: Any, translator: Any, 
         if later is not None:
             return later
     result = call(owner, translator, name, args, kwargs)
-    if name == "item" and isinstance(result, SymNodeVariable):
+    if name == "item" and isinstance(result, private.SymNodeVariable):
         values.note_number(result, owner)
     return result
 
@@ -575,16 +557,16 @@ def _handle_later(handler: Any, function: Any, tx: Any, args: Any, kwargs: Any) 
         kinds = args[1].as_python_constant()
         is_part = kinds in _PARTS_OF_MODULES  # asked when an attribute of a module is set
         if is_part or first.example is not _UNKNOWN:
-            return ConstantVariable.create(not is_part and isinstance(first.example, kinds))
+            return private.ConstantVariable.create(not is_part and isinstance(first.example, kinds))
     if function is type and first.example is not _UNKNOWN:
-        return VariableTracker.build(tx, type(first.example))
+        return private.VariableTracker.build(tx, type(first.example))
     is_trained = any(arg.is_tensor() and arg.as_proxy().node.meta["example_value"].requires_grad for arg in args)
     if function in _NEEDING or (is_trained and function in _ARITHMETIC):
         first.values.need(first)
     if function in (setattr, operator.setitem) and not isinstance(args[0], LaterVariable):
         return handler(tx, args, kwargs)
     if function is str.format:
-        return StringFormatVariable.create(args[0].as_python_constant(), list(args[1:]), dict(kwargs))
+        return private.StringFormatVariable.create(args[0].as_python_constant(), list(args[1:]), dict(kwargs))
     return first.values.record(tx, function, args, kwargs)
 
 
@@ -597,7 +579,7 @@ def _record_builtin(values: LaterValues, tx: Any, function: Any, args: Any, kwar
     if function in (float, int) and takes_tensor:
         return values.read_tensor(tx, function, args[0], args[1:], kwargs)
     if function is str.format and takes_tensor:
-        return StringFormatVariable.create(args[0].as_python_constant(), args[1:], dict(kwargs))
+        return private.StringFormatVariable.create(args[0].as_python_constant(), args[1:], dict(kwargs))
     is_text = function is operator.mod and issubclass(args[0].python_type(), str) if not takes_tensor else False
     if function is print or (function in (str, repr) and takes_tensor):
         return values.record(tx, function, args, kwargs)
@@ -616,7 +598,7 @@ def _find_recorded(values: LaterValues, function: Any, given: Collection[Any]) -
     Raises:
         CaptureAgainError: a container takes values that are known later.
     """
-    if values._refuses or isinstance(function, BuiltinVariable | LaterVariable):
+    if values._refuses or isinstance(function, private.BuiltinVariable | LaterVariable):
         return None
     held = vars(function.realize())
     owner, name = held.get("obj"), held.get("name") or held.get("method_name")  # the latter in torch 2.14
@@ -636,16 +618,16 @@ def _find_recorded(values: LaterValues, function: Any, given: Collection[Any]) -
         return None
     if is_followed(kind.__module__) or (kind.__module__ == "builtins" and kind is not str):
         return None
-    return _call_method, [owner, ConstantVariable.create(name or getattr(target, "__name__", None))]
+    return _call_method, [owner, private.ConstantVariable.create(name or getattr(target, "__name__", None))]
 
 
 def _find_attribute_or_method(get_attribute: Any, owner: Any, translator: Any, name: str) -> Any:
-    return GetAttrVariable(owner, name) if _is_deferred(owner, name) else get_attribute(owner, translator, name)
+    return private.GetAttrVariable(owner, name) if _is_deferred(owner, name) else get_attribute(owner, translator, name)
 
 
 def _call_or_record_method(values: LaterValues, call: Any, owner: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name == "is_known" and isinstance(owner.value, Collector):
-        return ConstantVariable.create(values.is_known(*args))
+        return private.ConstantVariable.create(values.is_known(*args))
     if _is_deferred(owner, name):
         return _record_method(values, owner, tx, name, args, kwargs)
     return call(owner, tx, name, args, kwargs)
@@ -658,7 +640,7 @@ def _call_or_record_object(values: LaterValues, call: Any, owner: Any, tx: Any, 
 
 
 def _record_method(values: LaterValues, owner: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    found = values.record(tx, _call_method, [owner, ConstantVariable.create(name), *args], kwargs)
+    found = values.record(tx, _call_method, [owner, private.ConstantVariable.create(name), *args], kwargs)
     found.origins = frozenset({is_metric})
     return found
 

@@ -16,12 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from graphs.errors import TraceError
 from planner.capture.frontend.dynamo_patches import EndOfCapture
 from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_current_line, format_location
-from planner.torch_private.capture import (
-    InstructionTranslatorBase,
-    UserFunctionVariable,
-    VariableTracker,
-    get_constant_key,
-)
+from planner.torch_private import capture as private
 from planner.torch_private.patches import wrap
 
 # The methods that are replaced, and the dicts of a module that they fill.
@@ -72,20 +67,20 @@ def follow_removed_hooks() -> Iterator[EndOfCapture]:
     handle as an attribute.
     """
     lines: dict[int, str] = {}
-    with wrap(InstructionTranslatorBase, "inline_user_function_return", partial(_inline_or_register, lines)):
+    with wrap(private.InstructionTranslatorBase, "inline_user_function_return", partial(_inline_or_register, lines)):
         yield partial(_drop_changes, lines)
 
 
 def _inline_or_register(
     lines: dict[int, str], inline: Any, translator: Any, function: Any, args: Any, kwargs: Any, **options: Any
 ) -> Any:
-    names = _REGISTER.get(function.get_function()) if isinstance(function, UserFunctionVariable) else None
+    names = _REGISTER.get(function.get_function()) if isinstance(function, private.UserFunctionVariable) else None
     if names is not None and "always_call" not in kwargs:
         key = -1 - len(lines)  # PyTorch's own are not negative
         lines[key] = format_location(find_current_line())
-        args = [VariableTracker.build(translator, names), VariableTracker.build(translator, key), *args]
+        args = [private.VariableTracker.build(translator, names), private.VariableTracker.build(translator, key), *args]
         registers: Any = _register
-        function = UserFunctionVariable(registers)
+        function = private.UserFunctionVariable(registers)
     return inline(translator, function, args, kwargs, **options)
 
 
@@ -95,7 +90,7 @@ def _drop_changes(lines: Mapping[int, str], _: Any, output: Any) -> None:
         handles = [changes[value]["id"] for value in attributes.values() if getattr(value, "value_type", None) is _Handle]
         _refuse_left(lines, {handle.as_python_constant() for handle in handles})
         for name in _DICTS.intersection(attributes):
-            left = {get_constant_key(key) for key in attributes[name].items}
+            left = {private.get_constant_key(key) for key in attributes[name].items}
             _refuse_left(lines, left)
             if left == set(getattr(module.value, name)):
                 del attributes[name]

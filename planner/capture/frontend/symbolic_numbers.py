@@ -29,15 +29,7 @@ from planner.capture.guards.names import Scope, build_accessor, make_readable
 from planner.capture.program.numbers import Number, StepNumbers
 from planner.capture.rewrites.outputs import list_tensors
 from planner.capture.rewrites.scalar_gradients import capture_gradients_with_symbols
-from planner.torch_private.capture import (
-    ConstantSource,
-    GraphArg,
-    GuardBuilder,
-    SymNodeVariable,
-    VariableBuilder,
-    dynamo_utils,
-    get_source_name,
-)
+from planner.torch_private import capture as private
 from planner.torch_private.core import DimDynamic, ShapeEnv, get_proxy_mode, track_tensor_tree
 from planner.torch_private.patches import wrap
 
@@ -92,18 +84,19 @@ class SymbolicNumbers:
     @contextmanager
     def take(self) -> Iterator[None]:
         """Make Dynamo capture the numbers as symbols."""
-        create_or_wrap = partial(self._create_or_wrap, VariableBuilder.wrap_literal)
-        wraps = {**VariableBuilder._type_dispatch(), int: create_or_wrap, float: create_or_wrap}  # by types; Dynamo caches it
+        create_or_wrap = partial(self._create_or_wrap, private.VariableBuilder.wrap_literal)
+        # By types; Dynamo caches it.
+        wraps = {**private.VariableBuilder._type_dispatch(), int: create_or_wrap, float: create_or_wrap}
         with (
-            patch.object(VariableBuilder, "_type_dispatch", lambda *_: wraps),
-            wrap(VariableBuilder, "wrap_literal", self._create_or_wrap),
-            wrap(dynamo_utils, "run_node", self._run_node),
+            patch.object(private.VariableBuilder, "_type_dispatch", lambda *_: wraps),
+            wrap(private.VariableBuilder, "wrap_literal", self._create_or_wrap),
+            wrap(private.dynamo_utils, "run_node", self._run_node),
             self.follow(),
         ):
             yield
 
     def _create_or_wrap(self, wrap_literal: Callable[..., Any], builder: Any, value: Any) -> Any:
-        is_named = type(value) in (int, float) and math.isfinite(value) and get_source_name(builder.source) in self.names
+        is_named = type(value) in (int, float) and math.isfinite(value) and private.get_source_name(builder.source) in self.names
         return self._create_input(builder, value) if is_named else wrap_literal(builder, value)
 
     def _run_node(self, run: Callable[..., Any], tracer: Any, node: fx.Node, args: Any, kwargs: Any, module: Any) -> Any:
@@ -207,9 +200,9 @@ class SymbolicNumbers:
         """Return Dynamo's variable for a number that is an input of its graph."""
         output, source = builder.tx.output, builder.source
         self._follow_restart(output.shape_env)
-        name = get_source_name(source)
+        name = private.get_source_name(source)
         if name not in output.unspec_variable_map:
-            builder.install_guards(GuardBuilder.TYPE_MATCH)
+            builder.install_guards(private.GuardBuilder.TYPE_MATCH)
             self._sources.append(name)
             copy = self._graph.placeholder(f"number_{len(self._sources)}")
             copy.meta = {"hint": value}
@@ -217,9 +210,9 @@ class SymbolicNumbers:
             proxy = output.root_tracer.create_graph_input(re.sub(r"\W+", "_", name), type(symbol), symbol, source=source)
             output.root_tracer.bound_symbols[symbol.node.expr] = proxy
             options = {"pass_arg_as_tensor": False, "fake_tensor": None, "is_tensor": False, "example_strong_ref": symbol}
-            proxy.node.meta["grapharg"] = GraphArg(source, symbol, **options)
+            proxy.node.meta["grapharg"] = private.GraphArg(source, symbol, **options)
             self._copies[proxy.node], self._nodes[symbol.node.expr] = copy, copy
-            output.unspec_variable_map[name] = SymNodeVariable.create(builder.tx, proxy, symbol, source=source)
+            output.unspec_variable_map[name] = private.SymNodeVariable.create(builder.tx, proxy, symbol, source=source)
         return output.unspec_variable_map[name]
 
     def _run(self, run: Callable[..., Any], env: ShapeEnv, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -262,7 +255,7 @@ class SymbolicNumbers:
     def _create_symbol(self, value: float, source: Any = None) -> Any:
         """Return a new symbol whose value is `value`."""
         assert self._env is not None
-        source = source or ConstantSource(f"number_{next(self._count)}")
+        source = source or private.ConstantSource(f"number_{next(self._count)}")
         symbol = self._env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
         create = self._env.create_symfloatnode if isinstance(value, float) else self._env.create_symintnode
         return create(symbol, hint=value, source=source)

@@ -36,14 +36,7 @@ from planner.capture.guards.data_guards import DataGuards, GuardWriter, number
 from planner.capture.guards.next_steps import check_next_steps
 from planner.capture.rewrites.outputs import ASSERTIONS, list_tensors
 from planner.capture.signature import Batch, list_leaves
-from planner.torch_private.capture import (
-    InstructionTranslatorBase,
-    OutputGraph,
-    TensorVariable,
-    VariableTracker,
-    dynamo_config,
-    dynamo_utils,
-)
+from planner.torch_private import capture as private
 from planner.torch_private.core import (
     FakeTensor,
     OpOverload,
@@ -116,13 +109,13 @@ class DataBranches:
     def take(self) -> Iterator[None]:
         """Make Dynamo take branches on concrete values."""
         with ExitStack() as stack:
-            stack.enter_context(wrap(dynamo_utils, "run_node", self._run_node))
-            stack.enter_context(wrap(InstructionTranslatorBase, "step", self._take_or_step))
-            stack.enter_context(wrap(OutputGraph, "remove_node", _keep_or_remove))
+            stack.enter_context(wrap(private.dynamo_utils, "run_node", self._run_node))
+            stack.enter_context(wrap(private.InstructionTranslatorBase, "step", self._take_or_step))
+            stack.enter_context(wrap(private.OutputGraph, "remove_node", _keep_or_remove))
             stack.enter_context(wrap(ShapeEnv, "_log_real_tensor_propagation", self._record_decided))
             stack.enter_context(wrap(ShapeEnv, "_make_data_dependent_error", self._record_undecided))
             # An assertion is a branch too: its condition is checked before the step, or by an op if that is not possible.
-            stack.enter_context(dynamo_config.patch(rewrite_assert_with_torch_assert=False))
+            stack.enter_context(private.dynamo_config.patch(rewrite_assert_with_torch_assert=False))
             stack.enter_context(self._values.propagate(lambda: self._node is not None and self._node.target == "item"))
             yield
 
@@ -133,7 +126,7 @@ class DataBranches:
         finally:
             self._node = outer
 
-    def _take_or_step(self, step: Callable[..., bool], translator: InstructionTranslatorBase) -> bool:
+    def _take_or_step(self, step: Callable[..., bool], translator: private.InstructionTranslatorBase) -> bool:
         tensor = _find_jump(translator)
         asked = None if tensor is None else self._ask_for_outcome(translator, tensor)
         more = step(translator)
@@ -229,7 +222,9 @@ class DataBranches:
         check_next_steps(guards, graph, step, batch)
         return guards
 
-    def _ask_for_outcome(self, translator: InstructionTranslatorBase, tensor: TensorVariable) -> VariableTracker:
+    def _ask_for_outcome(
+        self, translator: private.InstructionTranslatorBase, tensor: private.TensorVariable
+    ) -> private.VariableTracker:
         """Replace `tensor` on the stack by its number before a jump on it, or by the outcome that it must have; return that."""
         fake = tensor.as_proxy().node.meta["example_value"]
         likely = self._values.get_likely(fake)
@@ -240,7 +235,7 @@ class DataBranches:
         else:
             otherwise = "raises an error on this batch" if likely is None else UNLIKELY_DRAW
             write_assertion(translator, tensor, passing=passing, otherwise=otherwise)
-            outcome = VariableTracker.build(translator, passing)
+            outcome = private.VariableTracker.build(translator, passing)
         translator.stack[-1] = outcome
         return outcome
 
@@ -319,18 +314,18 @@ def needs_values(graph: fx.Graph) -> bool:
     return False
 
 
-def _keep_or_remove(remove: Callable[..., None], output: OutputGraph, node: fx.Node) -> None:
+def _keep_or_remove(remove: Callable[..., None], output: private.OutputGraph, node: fx.Node) -> None:
     if node.target is not operator.getitem or not any(map(_is_mask, node.all_input_nodes[1:])):
         remove(output, node)  # Dynamo leaves out x[mask] if no more of it is used than its length
 
 
-def _find_jump(translator: InstructionTranslatorBase) -> TensorVariable | None:
+def _find_jump(translator: private.InstructionTranslatorBase) -> private.TensorVariable | None:
     """Return the tensor that the next instruction jumps on; None before other instructions."""
     position = translator.instruction_pointer
     if position is None or not _JUMP.search(translator.instructions[position].opname) or not translator.stack:
         return None
     tensor = translator.stack[-1].realize()
-    return tensor if isinstance(tensor, TensorVariable) else None
+    return tensor if isinstance(tensor, private.TensorVariable) else None
 
 
 def _is_mask(node: fx.Node) -> bool:

@@ -28,15 +28,7 @@ from planner.capture.guards.replaced_names import Frames, Replaceable, find_repl
 from planner.capture.program.numbers import StepNumbers
 from planner.capture.rewrites.sparse_products import get_part_addresses, is_sparse
 from planner.capture.signature import Batch, split_arguments
-from planner.torch_private.capture import (
-    CaptureOutput,
-    CheckFunctionManager,
-    Guard,
-    GuardsSet,
-    enter_dynamo_phase,
-    get_source_name,
-    skip_guard_timing,
-)
+from planner.torch_private import capture as private
 from planner.torch_private.core import (
     disable_current_modes,
     is_in_torch_dispatch_mode,
@@ -108,7 +100,7 @@ class PythonGuards:
         later: the calls that are made after the forward pass.
     """
 
-    manager: CheckFunctionManager
+    manager: private.CheckFunctionManager
     scope: Scope
     external: tuple[ExternalValue, ...]
     replaceable: Replaceable
@@ -210,7 +202,7 @@ class PythonGuards:
 
 
 def build_guards(
-    output: CaptureOutput,
+    output: private.CaptureOutput,
     code: Any,
     frames: Frames,
     step: nn.Module,
@@ -233,12 +225,14 @@ def build_guards(
     args, kwargs = split_arguments(batch)
     captured = output.graph_capture_output
     graph = captured.output_graph
-    graph._guards = GuardsSet(type(graph.guards.inner)(filter(_is_relevant, graph.guards)))
+    graph._guards = private.GuardsSet(type(graph.guards.inner)(filter(_is_relevant, graph.guards)))
     # The capture's dispatcher, which is active here, is not when a step is called: guards on tensors compare dispatch keys.
-    with enter_dynamo_phase("build_guards"), no_python_dispatcher(), skip_guard_timing():
+    with private.enter_dynamo_phase("build_guards"), no_python_dispatcher(), private.skip_guard_timing():
         manager = captured.build_guards(code)
     local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
-    sources = [get_source_name(source) for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source]
+    sources = [
+        private.get_source_name(source) for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source
+    ]
     external = tuple(_iterate_external_values([*sources, *constants], step, local, scope))
     strides = _list_strides(args, kwargs) if needs_layout(frames) else ()
     parts = tuple(get_code(part) for guard in graph.guards for part in guard.code_list or ())
@@ -246,7 +240,7 @@ def build_guards(
     return PythonGuards(manager, scope, external, find_replaceable(frames, step), strides, state, parts, later=tuple(later))
 
 
-def list_guarded_names(output: CaptureOutput) -> frozenset[str]:
+def list_guarded_names(output: private.CaptureOutput) -> frozenset[str]:
     """Return the names of all that guards look at, as Dynamo writes them."""
     return frozenset(guard.name for guard in output.graph_capture_output.output_graph.guards)
 
@@ -268,7 +262,7 @@ def get_global_state() -> dict[str, object]:
     }
 
 
-def _is_relevant(guard: Guard) -> bool:
+def _is_relevant(guard: private.Guard) -> bool:
     kind, name = guard.create_fn_name(), guard.name
     if kind in _AMBIENT or kind in _FIXED or name.startswith(("G['__builtins_dict__", "__import__(")):
         return False

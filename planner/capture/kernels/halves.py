@@ -21,18 +21,7 @@ from planner.capture.kernels.in_place import note_pairs
 from planner.capture.kernels.variants import CompileVariant
 from planner.capture.signature import join_returned
 from planner.capture.step import TrainingStep
-from planner.torch_private.capture import (
-    AOTInput,
-    AOTOutput,
-    JointWithDescriptors,
-    PlainAOTOutput,
-    TracingContext,
-    aot_compile_joint_with_descriptors,
-    aot_export_joint_with_descriptors,
-    disable_compiled_autograd,
-    functorch_config,
-    inductor_config,
-)
+from planner.torch_private import capture as private
 from planner.torch_private.inductor import (
     CompiledFxGraph,
     InductorError,
@@ -60,8 +49,8 @@ _PLAIN_CODE = {
 # Part of the keys of Inductor's cache: cached code was generated with all changes made here.
 _GENERATED = "planner: kernels apart, with what one thread may write over"
 
-_Inputs = tuple[tuple[str, AOTInput | None], ...]
-_Outputs = tuple[tuple[str | None, AOTOutput, torch.Tensor | None], ...]
+_Inputs = tuple[tuple[str, private.AOTInput | None], ...]
+_Outputs = tuple[tuple[str | None, private.AOTOutput, torch.Tensor | None], ...]
 _Ends = tuple[_Inputs, _Outputs]
 
 
@@ -101,7 +90,7 @@ class Halves:
         call: both, run by PyTorch's own code around them: called with parameters, buffers and the leaves of a batch.
     """
 
-    joint: JointWithDescriptors
+    joint: private.JointWithDescriptors
     forward: Half
     backward: Half
     call: Callable[..., Any]
@@ -122,7 +111,7 @@ def compile_halves(
     args: tuple[object, ...],
     kwargs: dict[str, object],
     variant: CompileVariant,
-    export: Callable[..., JointWithDescriptors] = aot_export_joint_with_descriptors,
+    export: Callable[..., private.JointWithDescriptors] = private.aot_export_joint_with_descriptors,
 ) -> Halves:
     """Return `module`, captured by Dynamo, as compiled by Inductor; called in its tracing context.
 
@@ -131,13 +120,13 @@ def compile_halves(
         export: the function that makes the joint graph.
     """
     passes = _Passes(create_compiler_config_extra(module))
-    context = TracingContext.try_get()
+    context = private.TracingContext.try_get()
     assert context is not None
     with (
         _enter_settings(),
         variant.choose(),
         V.set_fake_mode(context.fake_mode),
-        disable_compiled_autograd(),
+        private.disable_compiled_autograd(),
         separate_kernels(note_pairs),
     ):
         module = run_pre_grad_passes(module, args)  # type: ignore[arg-type]  # nests too
@@ -151,7 +140,7 @@ def compile_halves(
             ignore_shape_env=True,
         )
         try:
-            call = aot_compile_joint_with_descriptors(
+            call = private.aot_compile_joint_with_descriptors(
                 joint, partition_fn=partition_fn, fw_compiler=passes.compile_forward, bw_compiler=passes.compile_backward
             )
         except InductorError as error:
@@ -170,7 +159,7 @@ class _Passes:
     backward: Half | None = None
 
     def compile_forward(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
-        returned = sum(isinstance(desc, PlainAOTOutput) for desc in gm.graph.output_node().meta["desc"])
+        returned = sum(isinstance(desc, private.PlainAOTOutput) for desc in gm.graph.output_node().meta["desc"])
         ends = _find_ends(gm)
         compiled = compile_fx_forward(gm, example_inputs, returned, len(example_inputs), self.extra)
         self.forward = _build_half(ends, compiled)
@@ -193,8 +182,8 @@ def _build_half(ends: _Ends, compiled: object) -> Half:
 def _enter_settings() -> Iterator[None]:
     with (
         compiler_config.patch(cache_key_tag=compiler_config.cache_key_tag + _GENERATED),  # type: ignore[attr-defined]
-        inductor_config.patch(_PLAIN_CODE),
-        functorch_config.patch(force_non_lazy_backward_lowering=True, unlift_effect_tokens=True),
+        private.inductor_config.patch(_PLAIN_CODE),
+        private.functorch_config.patch(force_non_lazy_backward_lowering=True, unlift_effect_tokens=True),
     ):
         yield
 

@@ -20,15 +20,7 @@ from planner.capture.program.program import Argument, Call, OpCalls, Program, Re
 from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_recomputed
 from planner.capture.rewrites.outputs import check_outputs, choose_memory_format, is_layout_kept
 from planner.capture.signature import Signature
-from planner.torch_private.capture import (
-    AOTInput,
-    AOTOutput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    PlainAOTOutput,
-    SavedForBackwardsAOTOutput,
-    TangentAOTInput,
-)
+from planner.torch_private import capture as private
 
 
 def lower_step(
@@ -67,7 +59,7 @@ def lower_graph(
     lowering = _KernelLowering(halves, statics, generator)
     forward, saved = lowering.read_forward()
     backward = lowering.read_backward(saved)
-    returned = [value for desc, value in forward if not isinstance(desc, SavedForBackwardsAOTOutput)]
+    returned = [value for desc, value in forward if not isinstance(desc, private.SavedForBackwardsAOTOutput)]
     return lowering.finish(returned, [(-1, value) for _, _, value in backward], signature, {})
 
 
@@ -83,11 +75,11 @@ class _KernelLowering:
         self.tensors = statics.tensors
         self.tensor_of: dict[int, int] = {}  # by number of a value
         placeholders = halves.joint.graph_module.graph.find_nodes(op="placeholder")
-        self.inputs: dict[AOTInput, torch.Tensor] = {
+        self.inputs: dict[private.AOTInput, torch.Tensor] = {
             node.meta["desc"]: node.meta["val"] for node in placeholders if isinstance(node.meta.get("val"), torch.Tensor)
         }
 
-    def read_forward(self) -> tuple[list[tuple[AOTOutput, Argument]], dict[str, Argument]]:
+    def read_forward(self) -> tuple[list[tuple[private.AOTOutput, Argument]], dict[str, Argument]]:
         """Read the forward pass; return its results, and by name the values that it may save."""
         half = self.halves.forward
         inputs = [self._lower_input(desc) for _, desc in half.inputs]
@@ -96,7 +88,7 @@ class _KernelLowering:
         saved |= {name: value for (name, _, _), value in zip(half.outputs, made, strict=True) if name is not None}
         return [(desc, value) for (_, desc, _), value in zip(half.outputs, made, strict=True)], saved
 
-    def read_backward(self, saved: Mapping[str, Argument]) -> list[tuple[AOTOutput, torch.Tensor | None, Argument]]:
+    def read_backward(self, saved: Mapping[str, Argument]) -> list[tuple[private.AOTOutput, torch.Tensor | None, Argument]]:
         """Read the backward pass; return its results."""
         half = self.halves.backward
         # A saved parameter may be a copy in another layout, which kernels of this pass rely on.
@@ -109,16 +101,16 @@ class _KernelLowering:
         forward, saved = self.read_forward()
         returned = []
         for desc, value in forward:
-            if isinstance(desc, PlainAOTOutput):
+            if isinstance(desc, private.PlainAOTOutput):
                 returned.append(value)
-            elif isinstance(desc, InputMutationAOTOutput):
+            elif isinstance(desc, private.InputMutationAOTOutput):
                 self._write_back(desc.mutated_input, value)
-            elif not isinstance(desc, SavedForBackwardsAOTOutput):
+            elif not isinstance(desc, private.SavedForBackwardsAOTOutput):
                 raise TraceError(f"the step returns {desc!r}, a kind of output that is not supported: return plain tensors")
         gradients: list[tuple[int, Argument]] = []
         taken = set(self.static)
         for output, fake, value in self.read_backward(saved):
-            if isinstance(output, GradAOTOutput) and fake is not None:
+            if isinstance(output, private.GradAOTOutput) and fake is not None:
                 given = self.inputs[output.grad_of]
                 (owner,) = read_by(value)
                 own = value if owner not in taken and is_layout_kept(fake, given) else self._add_clone(value, given)
@@ -160,11 +152,11 @@ class _KernelLowering:
             constants[name] = self._get_static(self.statics.add(Kind.CONSTANT, known_as, value))
         return self.wrapper.read(half.source, half.namespace, inputs, constants, phase)
 
-    def _lower_input(self, desc: AOTInput | None) -> Argument | None:
+    def _lower_input(self, desc: private.AOTInput | None) -> Argument | None:
         """Return the value of an input of the joint graph; None if it is no tensor."""
         if desc not in self.inputs:
             return None
-        if isinstance(desc, TangentAOTInput):
+        if isinstance(desc, private.TangentAOTInput):
             return self._get_static(self.statics.add_tangent(self.inputs[desc]))
         return self._get_static(self.statics.find(desc))
 
@@ -174,12 +166,12 @@ class _KernelLowering:
             self.static[self.known[tensor].tensor] = tensor
         return self.known[tensor]
 
-    def _get_incoming(self, name: str, desc: AOTInput | None) -> Argument | None:
-        if not isinstance(desc, TangentAOTInput):
+    def _get_incoming(self, name: str, desc: private.AOTInput | None) -> Argument | None:
+        if not isinstance(desc, private.TangentAOTInput):
             raise TraceError(f"Inductor's backward pass reads {name!r}, which its forward pass does not return")
         return self._lower_input(desc)
 
-    def _write_back(self, desc: AOTInput, value: Argument) -> None:
+    def _write_back(self, desc: private.AOTInput, value: Argument) -> None:
         """Add the write of a new value to an input that the step changes."""
         target = self._get_static(self.statics.find(desc))
         write, read = Statement(Call("copy_", (target, value))), {target.tensor, *read_by(value)}

@@ -15,14 +15,7 @@ from planner.capture.program.program import Source
 from planner.capture.rewrites.outputs import get_storage
 from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Batch, list_leaves
-from planner.torch_private.capture import (
-    AOTInput,
-    BufferAOTInput,
-    ParamAOTInput,
-    PlainAOTInput,
-    SubclassGetAttrAOTInput,
-    ViewBaseAOTInput,
-)
+from planner.torch_private import capture as private
 from planner.torch_private.core import list_names_of_parts
 
 
@@ -81,20 +74,20 @@ class StaticTensors:
         if size_bytes:
             self._append(kind, name, size_bytes, None)
 
-    def find(self, desc: AOTInput) -> int:
+    def find(self, desc: private.AOTInput) -> int:
         """Return the id of the tensor of a joint graph's input."""
         parts, whole = "", desc
-        while isinstance(whole, SubclassGetAttrAOTInput):
+        while isinstance(whole, private.SubclassGetAttrAOTInput):
             parts = f".{whole.attr}{parts}"
             whole = whole.base
         match whole:
-            case ParamAOTInput(target=name) if (Kind.PARAMETER, name + parts) in self._by_name:
+            case private.ParamAOTInput(target=name) if (Kind.PARAMETER, name + parts) in self._by_name:
                 return self._by_name[Kind.PARAMETER, name + parts]
-            case BufferAOTInput(target=name) if (Kind.BUFFER, name + parts) in self._by_name:
+            case private.BufferAOTInput(target=name) if (Kind.BUFFER, name + parts) in self._by_name:
                 return self._by_name[Kind.BUFFER, name + parts]
-            case PlainAOTInput(idx=index):
+            case private.PlainAOTInput(idx=index):
                 return self._by_name[Kind.INPUT, str(index)]
-            case ViewBaseAOTInput(base_of=view):
+            case private.ViewBaseAOTInput(base_of=view):
                 overlapping = sorted(self.find_in_memory_of((self.find(view),)))
                 raise TraceError(
                     f"{' and '.join(map(self._format_name, overlapping))} overlap in memory, and the step writes to one of "

@@ -19,19 +19,7 @@ from torch import fx
 
 from graphs.errors import TraceError
 from planner.capture.rewrites.batch_norms import find_ignored_inputs
-from planner.torch_private.capture import (
-    AOTInput,
-    AOTOutput,
-    BackwardTokenAOTInput,
-    BackwardTokenAOTOutput,
-    ForwardTokenAOTInput,
-    ForwardTokenAOTOutput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    ParamAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
+from planner.torch_private import capture as private
 from planner.torch_private.core import OpOverload, auto_functionalized, detect_fake_mode, pytree, with_effects
 
 aten = torch.ops.aten
@@ -82,10 +70,10 @@ def unwrap_checks(graph: fx.Graph) -> None:
             item.replace_all_uses_with(token)
             graph.erase_node(item)
         graph.erase_node(node)
-    kinds = ForwardTokenAOTOutput | BackwardTokenAOTOutput
+    kinds = private.ForwardTokenAOTOutput | private.BackwardTokenAOTOutput
     _set_outputs(graph, [(None if isinstance(desc, kinds) else value, desc) for value, desc in list_outputs(graph)])
     for node in graph.find_nodes(op="placeholder"):
-        if isinstance(node.meta["desc"], ForwardTokenAOTInput | BackwardTokenAOTInput):
+        if isinstance(node.meta["desc"], private.ForwardTokenAOTInput | private.BackwardTokenAOTInput):
             node.meta["val"] = None
 
 
@@ -100,7 +88,7 @@ def check_outputs(graph: fx.Graph) -> None:
     _check_gradients(graph)
 
 
-def list_outputs(graph: fx.Graph) -> list[tuple[object, AOTOutput]]:
+def list_outputs(graph: fx.Graph) -> list[tuple[object, private.AOTOutput]]:
     """Return the outputs of `graph`, each with its descriptor."""
     node = graph.output_node()
     values: list[object] = list(node.args[0])  # type: ignore[arg-type]
@@ -151,15 +139,15 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _check_loss(graph: fx.Graph) -> None:
-    losses = [value for value, desc in list_outputs(graph) if isinstance(desc, PlainAOTOutput) and desc.idx == 0]
+    losses = [value for value, desc in list_outputs(graph) if isinstance(desc, private.PlainAOTOutput) and desc.idx == 0]
     if not losses or not isinstance(losses[0], fx.Node):
         raise TraceError("the loss is not a tensor computed from the model: return a scalar tensor first")
     shape = tuple(get_fake(losses[0]).shape)
     if get_fake(losses[0]).numel() != 1:
         raise TraceError(f"the loss has shape {shape}, not one element: reduce it (for example with .mean()) before returning it")
-    supported = PlainAOTOutput | GradAOTOutput | InputMutationAOTOutput
+    supported = private.PlainAOTOutput | private.GradAOTOutput | private.InputMutationAOTOutput
     others = [desc for value, desc in list_outputs(graph) if value is not None and not isinstance(desc, supported)]
-    if any(isinstance(desc, ForwardTokenAOTOutput | BackwardTokenAOTOutput) for desc in others):
+    if any(isinstance(desc, private.ForwardTokenAOTOutput | private.BackwardTokenAOTOutput) for desc in others):
         effects = ", ".join({str(node.args[1]) for node in graph.find_nodes(op="call_function", target=with_effects)})
         raise TraceError(
             f"the step has an op whose effects no graph can hold ({effects}): call it before or after the step, on what the "
@@ -170,7 +158,7 @@ def _check_loss(graph: fx.Graph) -> None:
 
 
 def _check_gradients(graph: fx.Graph) -> None:
-    gradients = [value for value, desc in list_outputs(graph) if isinstance(desc, GradAOTOutput)]
+    gradients = [value for value, desc in list_outputs(graph) if isinstance(desc, private.GradAOTOutput)]
     if not gradients:
         raise TraceError("the loss does not depend on any parameter with requires_grad=True: there is nothing to train")
     if not any(isinstance(value, fx.Node) for value in gradients):
@@ -181,7 +169,9 @@ def check_layouts(graph: fx.Graph) -> None:
     """Raise TraceError if a tensor of `graph` is sparse."""
     for node in graph.nodes:
         if any(value.layout is not torch.strided for value in list_tensors(node.meta.get("val"))):
-            gradients = [desc.grad_of for value, desc in list_outputs(graph) if value is node and isinstance(desc, GradAOTOutput)]
+            gradients = [
+                desc.grad_of for value, desc in list_outputs(graph) if value is node and isinstance(desc, private.GradAOTOutput)
+            ]
             what = f"the gradient of {_name(gradients[0])}" if gradients else f"the result of {node.target}"
             raise TraceError(
                 f"{what} is sparse, which cannot be planned: leave out sparse=True of nn.Embedding and the like (the gradient "
@@ -222,15 +212,15 @@ def check_writes(graph: fx.Graph) -> None:
         )
 
 
-def find_tangents_of_writes(graph: fx.Graph) -> dict[fx.Node, AOTInput]:
+def find_tangents_of_writes(graph: fx.Graph) -> dict[fx.Node, private.AOTInput]:
     """Return the incoming gradients of inputs that a step writes to, with these inputs."""
     given = {node: node.meta["desc"] for node in graph.find_nodes(op="placeholder")}
-    of = {node: desc.output for node, desc in given.items() if isinstance(desc, TangentAOTInput)}
-    return {node: desc.mutated_input for node, desc in of.items() if isinstance(desc, InputMutationAOTOutput)}
+    of = {node: desc.output for node, desc in given.items() if isinstance(desc, private.TangentAOTInput)}
+    return {node: desc.mutated_input for node, desc in of.items() if isinstance(desc, private.InputMutationAOTOutput)}
 
 
-def _name(desc: AOTInput) -> str:
-    return repr(desc.target).replace("model.", "", 1) if isinstance(desc, ParamAOTInput) else "an input"
+def _name(desc: private.AOTInput) -> str:
+    return repr(desc.target).replace("model.", "", 1) if isinstance(desc, private.ParamAOTInput) else "an input"
 
 
 def find_first_backward(graph: fx.Graph) -> fx.Node:
@@ -238,7 +228,7 @@ def find_first_backward(graph: fx.Graph) -> fx.Node:
 
     It is the output node if the backward pass computes nothing: the incoming gradients are its results.
     """
-    seen = {node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["desc"], TangentAOTInput)}
+    seen = {node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["desc"], private.TangentAOTInput)}
     nodes: Iterable[fx.Node] = graph.nodes
     return next((node for node in nodes if not seen.isdisjoint(node.all_input_nodes)), graph.output_node())
 
@@ -272,7 +262,7 @@ def _write_back_mutations(graph: fx.Graph, boundary: fx.Node) -> None:
     position = {node: i for i, node in enumerate(graph.nodes)}
     kept = []
     for value, desc in list_outputs(graph):
-        if not isinstance(desc, InputMutationAOTOutput):
+        if not isinstance(desc, private.InputMutationAOTOutput):
             kept.append((value, desc))
             continue
         assert isinstance(value, fx.Node)
@@ -317,11 +307,11 @@ def _separate_gradients(graph: fx.Graph) -> None:
     taken |= {
         get_storage(get_fake(v))
         for v, desc in list_outputs(graph)
-        if isinstance(v, fx.Node) and not isinstance(desc, GradAOTOutput)
+        if isinstance(v, fx.Node) and not isinstance(desc, private.GradAOTOutput)
     }
-    fixed: list[tuple[object, AOTOutput]] = []
+    fixed: list[tuple[object, private.AOTOutput]] = []
     for value, desc in list_outputs(graph):
-        if isinstance(desc, GradAOTOutput) and isinstance(value, fx.Node):
+        if isinstance(desc, private.GradAOTOutput) and isinstance(value, fx.Node):
             if desc.grad_of not in inputs:
                 raise TraceError(
                     f"{_name(desc.grad_of)} is trained, and is made of other tensors, such as a quantized weight: freeze it "
@@ -360,7 +350,7 @@ def call_before(place: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -
     return node
 
 
-def _set_outputs(graph: fx.Graph, pairs: list[tuple[object, AOTOutput]]) -> None:
+def _set_outputs(graph: fx.Graph, pairs: list[tuple[object, private.AOTOutput]]) -> None:
     node = graph.output_node()
     node.args = ([value for value, _ in pairs],)  # type: ignore[misc]
     node.meta["desc"] = [desc for _, desc in pairs]

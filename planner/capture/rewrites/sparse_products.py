@@ -19,17 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from planner.torch_private.capture import (
-    BuiltinVariable,
-    InstructionTranslatorBase,
-    SkipFunctionVariable,
-    TorchInGraphFunctionVariable,
-    UserDefinedObjectVariable,
-    UserFunctionVariable,
-    VariableBuilder,
-    get_source_name,
-    wrap_fx_proxy,
-)
+from planner.torch_private import capture as private
 from planner.torch_private.patches import wrap
 
 _MULTIPLIED = (torch.sparse_coo, torch.sparse_csr)  # the layouts that products are captured of
@@ -157,8 +147,8 @@ class SparseMatrices:
         """Call the function that `variable` has as attribute `name`: one of the `products` of a sparse matrix by its parts."""
         if len(args) == 2 and not kwargs and getattr(variable, name) in products:
             matrix, dense = (arg.realize() for arg in args)
-            if isinstance(matrix, UserDefinedObjectVariable) and isinstance(matrix.value, Tensor) and dense.is_tensor():
-                self.names.add(get_source_name(matrix.source))
+            if isinstance(matrix, private.UserDefinedObjectVariable) and isinstance(matrix.value, Tensor) and dense.is_tensor():
+                self.names.add(private.get_source_name(matrix.source))
                 return _build_product(tx, matrix.value, dense, self.parts)
         return call(variable, tx, args, kwargs)
 
@@ -167,13 +157,15 @@ class SparseMatrices:
 def decompose_sparse_matrices() -> Iterator[SparseMatrices]:
     """Make Dynamo capture products of sparse matrices as products of their parts, and sums with tensors made of entries."""
     found = SparseMatrices()
-    wraps = VariableBuilder._type_dispatch()  # by types; Dynamo caches it
+    wraps = private.VariableBuilder._type_dispatch()  # by types; Dynamo caches it
     with (
-        patch.object(VariableBuilder, "_type_dispatch", lambda *_: {**wraps, Tensor: partial(_wrap_matrix, wraps[Tensor])}),
-        wrap(TorchInGraphFunctionVariable, "call_function", partial(found.call_product, "value", _PRODUCTS)),
-        wrap(BuiltinVariable, "call_function", partial(found.call_product, "fn", {matmul})),
-        wrap(BuiltinVariable, "call_function", _call_sum),
-        wrap(SkipFunctionVariable, "call_function", _call_entries),
+        patch.object(
+            private.VariableBuilder, "_type_dispatch", lambda *_: {**wraps, Tensor: partial(_wrap_matrix, wraps[Tensor])}
+        ),
+        wrap(private.TorchInGraphFunctionVariable, "call_function", partial(found.call_product, "value", _PRODUCTS)),
+        wrap(private.BuiltinVariable, "call_function", partial(found.call_product, "fn", {matmul})),
+        wrap(private.BuiltinVariable, "call_function", _call_sum),
+        wrap(private.SkipFunctionVariable, "call_function", _call_entries),
     ):
         yield found
 
@@ -181,22 +173,26 @@ def decompose_sparse_matrices() -> Iterator[SparseMatrices]:
 def _wrap_matrix(wrap_tensor: Callable[..., Any], builder: Any, value: Tensor) -> Any:
     if value.layout not in _MULTIPLIED or value.dim() != 2 or value.requires_grad:
         return wrap_tensor(builder, value)
-    return UserDefinedObjectVariable(value, source=builder.get_source())
+    return private.UserDefinedObjectVariable(value, source=builder.get_source())
 
 
-def _call_entries(call: Callable[..., Any], variable: Any, tx: InstructionTranslatorBase, args: list[Any], kwargs: Any) -> Any:
+def _call_entries(
+    call: Callable[..., Any], variable: Any, tx: private.InstructionTranslatorBase, args: list[Any], kwargs: Any
+) -> Any:
     if variable.value is torch.sparse_coo_tensor and len(args) == 3 and kwargs.keys() <= {"dtype", "device"}:
-        return UserFunctionVariable(_TRACED[variable.value]).call_function(tx, args, kwargs)
+        return private.UserFunctionVariable(_TRACED[variable.value]).call_function(tx, args, kwargs)
     return call(variable, tx, args, kwargs)
 
 
-def _call_sum(call: Callable[..., Any], variable: Any, tx: InstructionTranslatorBase, args: list[Any], kwargs: Any) -> Any:
+def _call_sum(
+    call: Callable[..., Any], variable: Any, tx: private.InstructionTranslatorBase, args: list[Any], kwargs: Any
+) -> Any:
     if variable.fn in _TRACED and len(args) == 2 and getattr(args[1].realize(), "value_type", None) is Entries:
-        return UserFunctionVariable(_TRACED[variable.fn]).call_function(tx, args, kwargs)
+        return private.UserFunctionVariable(_TRACED[variable.fn]).call_function(tx, args, kwargs)
     return call(variable, tx, args, kwargs)
 
 
-def _build_product(tx: InstructionTranslatorBase, matrix: Tensor, dense: Any, parts: dict[str, Tensor]) -> Any:
+def _build_product(tx: private.InstructionTranslatorBase, matrix: Tensor, dense: Any, parts: dict[str, Tensor]) -> Any:
     made_of, mode = [], tx.fake_mode
     assert mode is not None
     for part in _list_parts(matrix):
@@ -206,7 +202,7 @@ def _build_product(tx: InstructionTranslatorBase, matrix: Tensor, dense: Any, pa
         made_of.append(proxy)
     coalesced = matrix.layout is torch.sparse_coo and matrix.is_coalesced()
     arguments = (made_of, list(matrix.shape), coalesced, dense.as_proxy())
-    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.planner.sparse_mm, arguments, {}))
+    return private.wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.planner.sparse_mm, arguments, {}))
 
 
 @contextmanager

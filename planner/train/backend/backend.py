@@ -30,26 +30,7 @@ from planner.capture.rewrites.outputs import CHECKS
 from planner.progress import Stage, Stages
 from planner.settings.budget import Share
 from planner.settings.devices import DEVICES, DeviceSpec, find_device, get_device
-from planner.torch_private.capture import (
-    GRADIENT_SETTINGS,
-    BufferAOTInput,
-    InstructionTranslator,
-    InstructionTranslatorBase,
-    ParamAOTInput,
-    PlainAOTInput,
-    aot_autograd,
-    call_compiled_modules_by,
-    carry_sparse_tensors_where,
-    configure_dynamo_where,
-    default_partition,
-    fix_sizes_where,
-    follow_requires_grad_where,
-    forget_saved_values,
-    functorch_config,
-    innermost_backend,
-    leave_random_objects_where,
-    refuse_double_backward,
-)
+from planner.torch_private import capture as private
 from planner.torch_private.core import keep_in_graphs, pytree
 from planner.train.backend import polyfills as polyfills  # registers them with Dynamo
 from planner.train.backend.joint_capture import capture_joint, rewrite_as_eager
@@ -125,7 +106,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
                     )
             except TraceError as error:
                 warn_caller(_NOT_PLANNED.format("eager PyTorch", error))
-                return default_partition(unplanned, (), num_fwd_outputs=num_fwd_outputs)
+                return private.default_partition(unplanned, (), num_fwd_outputs=num_fwd_outputs)
             graph = budget.build_graph(joint, captured, outputs=num_fwd_outputs)
             graph.outline = outline
             graph.input_names, graph.check_writes = _find_input_names(module, joint, captured), budget.settings.check_writes
@@ -139,19 +120,19 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     def backward(inner: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
         return planned[0].backward if planned else unplanned_graph.backward(inner, examples)
 
-    compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
+    compiler = private.aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
     # As in training loops, backward() is called outside of autocast.
-    with functorch_config.patch(backward_pass_autocast="off"), keep_ops_as_eager(), keep_in_graphs(CHECKS):
+    with private.functorch_config.patch(backward_pass_autocast="off"), keep_ops_as_eager(), keep_in_graphs(CHECKS):
         compiled: Callable[..., Any] = compiler(module, inputs)
-    forget_saved_values()
-    compiled = refuse_double_backward(compiled, _DOUBLE_BACKWARD)
+    private.forget_saved_values()
+    compiled = private.refuse_double_backward(compiled, _DOUBLE_BACKWARD)
     return _drop_missing_gradients(compiled, planned) if planned else budget.count(unplanned_graph, compiled)
 
 
 def _build_planner(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[[PlannedGraph], None]:
     """Return the function that plans a graph within the budget. This reads Dynamo's state, so it must run inside Dynamo."""
     more = getattr(module, "compile_subgraph_reason", None)
-    scope = InstructionTranslator.current_tx().f_locals.values()
+    scope = private.InstructionTranslator.current_tx().f_locals.values()
     model = [t for value in scope if isinstance(value, torch.nn.Module) for t in (*value.parameters(), *value.buffers())]
     held = [*inputs, *module.parameters(), *module.buffers()]
     return lambda graph: budget.add(graph, held, model, more=more is not None and more.graph_break)
@@ -190,7 +171,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         planned.append(graph)
         return graph.build_interface()
 
-    compiler = aot_autograd(
+    compiler = private.aot_autograd(
         fw_compiler=lambda *_: planned[0].forward,
         bw_compiler=lambda *_: planned[0].backward,
         partition_fn=partition,
@@ -222,9 +203,9 @@ def _find_input_names(module: fx.GraphModule, joint: fx.GraphModule, captured: C
     names: dict[int, str] = {}
     for source in captured.program.sources:
         match descs.get(source.name):
-            case PlainAOTInput(idx=index):
+            case private.PlainAOTInput(idx=index):
                 names[source.tensor] = _name_placeholder(given[index])
-            case ParamAOTInput(target=target) | BufferAOTInput(target=target):
+            case private.ParamAOTInput(target=target) | private.BufferAOTInput(target=target):
                 names[source.tensor] = str(target)
     return names
 
@@ -267,21 +248,21 @@ def _may_train(module: fx.GraphModule) -> bool:
 
 def _share_budget(settings: BackendSettings) -> SharedBudget:
     """Return the budget shared by the graphs of the ``torch.compile`` call that is being compiled."""
-    made_by = _find_backend(InstructionTranslator.current_tx())
+    made_by = _find_backend(private.InstructionTranslator.current_tx())
     if id(made_by) not in BUDGETS:
         BUDGETS[id(made_by)] = SharedBudget(settings)
         weakref.finalize(made_by, BUDGETS.pop, id(made_by), None)
     return BUDGETS[id(made_by)]
 
 
-def _find_backend(translator: InstructionTranslatorBase) -> Callable[..., Any]:
+def _find_backend(translator: private.InstructionTranslatorBase) -> Callable[..., Any]:
     """Return the backend object of the ``torch.compile`` call that compiles a frame; an options dict may serve several calls."""
     compiler = translator.output.compiler_fn
     assert compiler is not None
-    return innermost_backend(compiler)
+    return private.innermost_backend(compiler)
 
 
-def _is_planned(translator: InstructionTranslatorBase) -> bool:
+def _is_planned(translator: private.InstructionTranslatorBase) -> bool:
     """Return True if a frame is compiled for this backend."""
     return translator.output.compiler_fn is not None and _is_planner(_find_backend(translator))
 
@@ -291,7 +272,7 @@ def _is_planner(made_by: Callable[..., Any]) -> bool:
     return getattr(made_by, "compiler_fn", None) is planner
 
 
-def _is_run_as_eager(translator: InstructionTranslatorBase) -> bool:
+def _is_run_as_eager(translator: private.InstructionTranslatorBase) -> bool:
     """Return True if a frame is compiled for this backend with eager PyTorch's kernels."""
     if not _is_planned(translator):
         return False
@@ -301,14 +282,14 @@ def _is_run_as_eager(translator: InstructionTranslatorBase) -> bool:
 
 # Must run before Dynamo calls a backend for any frame.
 keep_dynamo_as_eager_where(_is_run_as_eager, ExitStack())
-fix_sizes_where(_is_planned)
+private.fix_sizes_where(_is_planned)
 ExitStack().enter_context(call_at_end(write_data_in_place_where(_is_planned, ExitStack())))
 # NumPy's random numbers are drawn by NumPy: Dynamo would take them from PyTorch's generator. It leaves out code with an LSTM.
-configure_dynamo_where(_is_planned, use_numpy_random_stream=True, allow_rnn=True, **GRADIENT_SETTINGS)
-carry_sparse_tensors_where(_is_planned)
-follow_requires_grad_where(_is_run_as_eager)
-leave_random_objects_where(_is_planned)
-call_compiled_modules_by(_is_planner, call_model)
+private.configure_dynamo_where(_is_planned, use_numpy_random_stream=True, allow_rnn=True, **private.GRADIENT_SETTINGS)
+private.carry_sparse_tensors_where(_is_planned)
+private.follow_requires_grad_where(_is_run_as_eager)
+private.leave_random_objects_where(_is_planned)
+private.call_compiled_modules_by(_is_planner, call_model)
 
 
 def _choose_device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:

@@ -17,14 +17,7 @@ from planner.capture.step import check_module
 from planner.progress import OnProgress
 from planner.settings.budget import read_budget
 from planner.settings.plan import Wait, select_settings
-from planner.torch_private.capture import (
-    BackendCompilerFailed,
-    FailOnRecompileLimitHit,
-    OptimizedModule,
-    capture_later,
-    dynamo_config,
-    list_recompile_reasons,
-)
+from planner.torch_private import capture as private
 from planner.train.backend import backend
 from planner.train.backend.model_calls import call_model
 from planner.train.backend.settings import parse_backend_options
@@ -89,7 +82,7 @@ def checkpoint(
             "wrap it"
         )
     there = model._compiled_call_impl
-    if isinstance(model, OptimizedModule) or (there is not None and not hasattr(there, _MARK)):
+    if isinstance(model, private.OptimizedModule) or (there is not None and not hasattr(there, _MARK)):
         raise PlannerError(
             "the model is already compiled: leave out model.compile() and torch.compile, or use torch.compile(backend='planner')"
         )
@@ -131,7 +124,7 @@ def _build_own_call(model: nn.Module) -> Callable[..., Any]:
 
 def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
     """Return the replacement of the model's call, which calls `planned` if a backward pass may follow."""
-    settings = dynamo_config.patch(
+    settings = private.dynamo_config.patch(
         recompile_limit=_MOST_SIZES,
         fail_on_recompile_limit_hit=True,  # instead of running without a plan
         optimize_ddp=False,  # it would split the graph by buckets
@@ -143,14 +136,14 @@ def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return model._call_impl(*args, **kwargs)
         try:
-            with settings, capture_later():
+            with settings, private.capture_later():
                 return call_model(model, planned, args, kwargs)
-        except BackendCompilerFailed as error:
+        except private.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, PlannerError):
                 raise error.inner_exception from None
             raise
-        except FailOnRecompileLimitHit as error:
-            raise PlannerError(_describe_changes(list_recompile_reasons(error))) from None
+        except private.FailOnRecompileLimitHit as error:
+            raise PlannerError(_describe_changes(private.list_recompile_reasons(error))) from None
 
     setattr(call, _MARK, True)
     return call

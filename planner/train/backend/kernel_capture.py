@@ -18,13 +18,7 @@ from planner.capture.program.draws import get_default_generator
 from planner.capture.signature import Signature
 from planner.measure.profile import profile
 from planner.plans.keep_everything import prepare_for_tight_memory
-from planner.torch_private.capture import (
-    BufferAOTInput,
-    ParamAOTInput,
-    PlainAOTInput,
-    TracingContext,
-    tracing,
-)
+from planner.torch_private import capture as private
 from planner.torch_private.core import disable_current_modes, no_python_dispatcher, pytree
 from planner.train.backend.joint_capture import Placeholders, find_mutated_inputs, mark_not_recomputable
 
@@ -41,10 +35,11 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
     Raises:
         TraceError: Inductor's code cannot be planned.
     """
-    context = TracingContext.try_get()
+    context = private.TracingContext.try_get()
     assert context is not None
     with ExitStack() as stack:
-        stack.enter_context(tracing(TracingContext(context.fake_mode)))  # Dynamo's is for AOTAutograd, which runs later
+        # Dynamo's is for AOTAutograd, which runs later.
+        stack.enter_context(private.tracing(private.TracingContext(context.fake_mode)))
         halves = compile_halves(stack, copy.deepcopy(module), tuple(inputs), {}, CompileVariant.DEFAULT)
         joint = halves.joint.graph_module
         placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
@@ -64,11 +59,11 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
 def _build_input(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor:
     """Return a real tensor for an input of the joint graph."""
     match node.meta["desc"]:
-        case ParamAOTInput(target=name):
+        case private.ParamAOTInput(target=name):
             return module.get_parameter(name)
-        case BufferAOTInput(target=name):
+        case private.BufferAOTInput(target=name):
             return module.get_buffer(name)
-        case PlainAOTInput(idx=index):
+        case private.PlainAOTInput(idx=index):
             given: torch.Tensor = inputs[index]
             return given
     value: torch.Tensor = node.meta["val"]

@@ -35,14 +35,7 @@ from planner.runtime.step_lines import StepLines
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.undo import Rollback
 from planner.runtime.unseen_writes import UnseenWrites
-from planner.torch_private.capture import (
-    BackwardTokenAOTInput,
-    GradAOTOutput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    SavedForBackwardsAOTOutput,
-    TangentAOTInput,
-)
+from planner.torch_private import capture as private
 from planner.torch_private.core import backward_retains_graph, disable_current_modes
 from planner.train.backend.rest_of_step import count_kept_bytes
 from planner.train.backend.smaller_batches import Outline
@@ -107,7 +100,7 @@ class PlannedGraph:
         placeholders = module.graph.find_nodes(op="placeholder")
         self.device = get_graph_device(module)
         self._module, self._devices = module, Devices(captured.graph, self.device, channels)
-        later = TangentAOTInput | BackwardTokenAOTInput
+        later = private.TangentAOTInput | private.BackwardTokenAOTInput
         self._primals = [node for node in placeholders if not isinstance(node.meta["desc"], later)]
         self._incoming = [node for node in placeholders if isinstance(node.meta["desc"], later)]
         static = {source.name: source.tensor for source in captured.program.sources if source.kind is Kind.INPUT}
@@ -135,9 +128,9 @@ class PlannedGraph:
         like: dict[str, object] = {}
         for node in (*self._primals, *self._incoming):
             match node.meta["desc"]:
-                case PlainAOTInput(idx=index):
+                case private.PlainAOTInput(idx=index):
                     like[node.name] = inputs[index]
-                case TangentAOTInput(output=PlainAOTOutput(idx=index)):
+                case private.TangentAOTInput(output=private.PlainAOTOutput(idx=index)):
                     like[node.name] = outputs[index]
         found = (like.get(source.name) for source in self.captured.program.sources)
         with disable_current_modes():
@@ -206,7 +199,7 @@ class PlannedGraph:
         output = forward.output([*made, *saved, _create_node_like(forward, some)])
         output.meta["desc"] = [
             *(desc for _, desc in returned[: self.outputs]),
-            *(SavedForBackwardsAOTOutput(i) for i in range(len(saved) + 1)),
+            *(private.SavedForBackwardsAOTOutput(i) for i in range(len(saved) + 1)),
         ]
         backward = fx.Graph()
         for i in range(len(saved) + 1):
@@ -391,14 +384,16 @@ def _find_without_gradient(joint: fx.Graph) -> list[int]:
 
     None if no input gets a gradient: the outputs have to require one all the same, as in eager PyTorch.
     """
-    nodes = [node for node, desc in list_outputs(joint) if isinstance(node, fx.Node) and not isinstance(desc, GradAOTOutput)]
+    nodes = [
+        node for node, desc in list_outputs(joint) if isinstance(node, fx.Node) and not isinstance(desc, private.GradAOTOutput)
+    ]
     returned = {get_storage(value) for node in nodes for value in list_tensors(node.meta["val"])}
     inputs = {node.meta["desc"]: node.meta["val"] for node in joint.find_nodes(op="placeholder")}
-    gradients = [(value, desc.grad_of) for value, desc in list_outputs(joint) if isinstance(desc, GradAOTOutput)]
+    gradients = [(value, desc.grad_of) for value, desc in list_outputs(joint) if isinstance(desc, private.GradAOTOutput)]
     missing = [desc for value, desc in gradients if value is None]
     if len(missing) == len(gradients):
         return []
-    return [desc.idx for desc in missing if isinstance(desc, PlainAOTInput) and get_storage(inputs[desc]) not in returned]
+    return [desc.idx for desc in missing if isinstance(desc, private.PlainAOTInput) and get_storage(inputs[desc]) not in returned]
 
 
 def _find_leading_outputs(joint: fx.Graph, forward_outputs: int) -> list[frozenset[int]]:
@@ -408,7 +403,7 @@ def _find_leading_outputs(joint: fx.Graph, forward_outputs: int) -> list[frozens
     for node in joint.nodes:
         if node.op == "placeholder":
             desc = node.meta["desc"]
-            leading[node] = frozenset({position[desc.output]} if isinstance(desc, TangentAOTInput) else ())
+            leading[node] = frozenset({position[desc.output]} if isinstance(desc, private.TangentAOTInput) else ())
         else:
             leading[node] = frozenset().union(*(leading[each] for each in node.all_input_nodes))
     return [leading.get(value, frozenset()) for value, _ in list_outputs(joint)[forward_outputs:]]

@@ -13,13 +13,13 @@ Layers = list[nn.Module]
 
 
 class FunctionModule(nn.Module):
-    """A module whose forward pass is a function of itself and its inputs."""
+    """A module whose forward pass is a function of itself and its inputs; it has `parts` as attributes."""
 
-    def __init__(self, forward: Callable[..., Any], **children: nn.Module) -> None:
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
         self.function = forward
-        for name, child in children.items():
-            self.add_module(name, child)
+        for name, part in parts.items():
+            setattr(self, name, part)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.function(self, *inputs, **named)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from planner.capture import checksum
 from planner.measure import synthetic_inputs
 
@@ -27,15 +28,6 @@ def backend(model: nn.Module, x: torch.Tensor) -> Callable[..., Any]:
     return torch.compile(model, backend="planner", options={"budget": "100%", "time_limit_s": 5})
 
 
-class Loss(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.1), nn.Linear(64, 32)).to(dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).square().mean()
-
-
 def tensor_bytes() -> int:
     """Return the bytes of all tensors on the CPU."""
     gc.collect()
@@ -50,9 +42,10 @@ def test_a_planned_step_leaves_no_tensors(plan: Callable[..., Callable[..., Any]
     for made in (synthetic_inputs._build_random_block, checksum._build_weights):
         made.cache_clear()  # type: ignore[attr-defined]
     before = tensor_bytes()
-    model, x = Loss(dtype), torch.randn(16, 32, dtype=dtype)
+    layers = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.1), nn.Linear(64, 32)).to(dtype)
+    model, x = FunctionModule(lambda m, x: m.layers(x).square().mean(), layers=layers), torch.randn(16, 32, dtype=dtype)
     step = plan(model, x)
     step(x).backward()
-    del model, x, step
+    del model, layers, x, step
     torch._dynamo.reset()
     assert tensor_bytes() - before < _FEW_BYTES

@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import MismatchError, TraceError
 from planner.capture.signature import call
 from planner.capture.trace import capture
@@ -283,15 +284,9 @@ def test_python_random_numbers_raise(draw: Callable[[], Any]) -> None:
 
 
 def encoded(**options: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    class Translator(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
-
-        def forward(self, source: torch.Tensor, target: torch.Tensor, **masks: Any) -> torch.Tensor:
-            return self.inner(source, target, **masks).square().mean()
-
-    return Translator(), {"source": torch.randn(2, 5, 16), "target": torch.randn(2, 4, 16), **options}
+    inner = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+    model = FunctionModule(lambda m, source, target, **masks: m.inner(source, target, **masks).square().mean(), inner=inner)
+    return model, {"source": torch.randn(2, 5, 16), "target": torch.randn(2, 4, 16), **options}
 
 
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(4)

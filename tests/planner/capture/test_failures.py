@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import distributions, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import TraceError
 from planner.capture.trace import capture
-from tests.support.models.steps import Call
 
 X, Y = torch.randn(6, 4), torch.randn(6, 4)
 
@@ -183,14 +183,14 @@ def hooked(m: Any, x: torch.Tensor) -> torch.Tensor:
 )
 def test_unsupported_code_is_named_with_line_and_advice(forward: Callable[..., Any], said: str) -> None:
     with pytest.raises(TraceError, match=said) as refused:
-        capture(Call(forward, inner=nn.Linear(4, 4)), F.mse_loss, (X, Y))
+        capture(FunctionModule(forward, inner=nn.Linear(4, 4)), F.mse_loss, (X, Y))
     assert f"test_failures.py:{forward.__code__.co_firstlineno + 1}" in str(refused.value)
     assert "planner.checkpoint(model, budget=...)" in str(refused.value)
 
 
 @pytest.mark.parametrize("wrong", [lambda m, x: m.inner(x) @ x, lambda m, x: m.inner(x) * x.sum().item() @ x])
 def test_failing_op_is_named_with_its_line_without_logging(wrong: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    model = Call(wrong, inner=nn.Linear(4, 4))
+    model = FunctionModule(wrong, inner=nn.Linear(4, 4))
     with pytest.raises(TraceError, match=r"an op of the step fails on this batch: RuntimeError: .*, at .*test_failures.py:\d+"):
         capture(model, F.mse_loss, (X, Y))
     assert capfd.readouterr() == ("", "")
@@ -203,7 +203,7 @@ def unregistered(x: torch.Tensor) -> torch.Tensor:
 
 def test_operator_without_a_rule_for_sizes_is_not_said_to_fail() -> None:
     with pytest.raises(TraceError, match=r"calls the operator failures::unregistered, and there is no rule .*register_fake"):
-        capture(Call(lambda m, x: unregistered(m.inner(x)), inner=nn.Linear(4, 4)), F.mse_loss, (X, Y))
+        capture(FunctionModule(lambda m, x: unregistered(m.inner(x)), inner=nn.Linear(4, 4)), F.mse_loss, (X, Y))
 
 
 def test_planning_in_an_except_block_ignores_the_handled_error() -> None:

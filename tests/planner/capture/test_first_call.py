@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import TraceError
 from tests.support.models.as_eager import check_trains_as_eager
 
@@ -86,17 +87,12 @@ def test_values_that_every_call_changes_are_as_before() -> None:
 
 
 def test_a_step_that_cannot_be_captured_has_the_error_of_its_capture() -> None:
-    class Locked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            with LOCK:
-                return self.layer(x)
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        with LOCK:
+            return m.layer(x)
 
     with pytest.raises(TraceError, match="lock"):
-        planner.trace(Locked(), F.mse_loss, vectors(0), passes=1)
+        planner.trace(FunctionModule(forward, layer=nn.Linear(16, 16)), F.mse_loss, vectors(0), passes=1)
 
 
 def with_lazy_layers() -> nn.Module:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import TraceError
 from tests.support.models.as_eager import check_trains_as_eager
 
@@ -84,20 +85,14 @@ def test_hooks_run_in_the_order_in_which_eager_pytorch_runs_them() -> None:
         last.remove()
         return model.layer(hidden)
 
-    model, x = Running(run), torch.randn(4, 4)
+    model, x = running(run), torch.randn(4, 4)
     step = planner.compile(model, None, (x,), budget="100%", passes=1, wait=0)
     assert torch.equal(step(x), model(x))
 
 
-class Running(nn.Module):
+def running(run: Callable[..., torch.Tensor]) -> nn.Module:
     """Calls a function, with a layer."""
-
-    def __init__(self, run: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.layer, self.run = nn.Linear(4, 4), run
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.run(self, x).square().mean()
+    return FunctionModule(lambda m, x: run(m, x).square().mean(), layer=nn.Linear(4, 4))
 
 
 def leave(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -121,7 +116,7 @@ def keep_handle(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("run", [leave, replace_next, keep_handle])
 def test_hook_that_outlives_the_step_is_refused_with_its_line(run: Callable[..., torch.Tensor]) -> None:
-    model = Running(run)
+    model = running(run)
     with pytest.raises(TraceError, match=r"\(.*model.layer.register_forward_pre_hook\(halve\)\) registers a hook in the step"):
         planner.trace(model, None, (torch.randn(4, 4),), passes=1)
     assert not model.layer._forward_pre_hooks

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import MismatchError, TraceError
 from planner.capture.trace import capture
 
@@ -300,17 +301,10 @@ def test_unread_values_and_tensor_counters_work(kind: str, batch: tuple[torch.Te
 def test_external_parameter_raises_but_trains_in_a_loss_module(batch: tuple[torch.Tensor, ...]) -> None:
     criterion = nn.Linear(4, 4)
 
-    class Criterion(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = criterion
-
-        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return F.mse_loss(self.inner(output), target)
-
     with pytest.raises(TraceError, match=r"criterion\.(weight|bias) requires a gradient, but is no parameter of the model"):
         planner.compile(Net(), lambda output, target: F.mse_loss(criterion(output), target), batch, budget="100%")
-    planner.compile(Net(), Criterion(), batch, budget="100%")(*batch).backward()
+    loss = FunctionModule(lambda m, output, target: F.mse_loss(m.inner(output), target), inner=criterion)
+    planner.compile(Net(), loss, batch, budget="100%")(*batch).backward()
     assert criterion.weight.grad is not None
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import MismatchError
 from planner.capture.trace import capture
 
@@ -127,19 +128,11 @@ def test_unused_names_may_be_replaced(batch: tuple[torch.Tensor, torch.Tensor], 
     assert torch.equal(step(*batch), before)
 
 
-class AsksForLayout(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * (2.0 if x.is_contiguous() else 1.0)
-
-
 def test_layout_queried_by_the_step_is_guarded(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, y = batch
     other = x.t().contiguous().t()
-    step = planner.compile(AsksForLayout(), F.mse_loss, batch, budget="100%", passes=1)
+    model = FunctionModule(lambda m, x: m.linear(x) * (2.0 if x.is_contiguous() else 1.0), linear=nn.Linear(4, 4))
+    step = planner.compile(model, F.mse_loss, batch, budget="100%", passes=1)
     step(x, y)
     with pytest.raises(MismatchError, match=r"had strides \(\(4, 1\), \(4, 1\)\) .* have \(\(1, 6\), \(4, 1\)\)"):
         step(other, y)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 
 RANK = torch.library.custom_op("planner_tests::rank", lambda x: 1 + x.argsort(), mutates_args=(), schema="(Tensor x) -> Tensor")
 RANK.register_fake(lambda x: torch.empty_like(x, dtype=torch.int64))
@@ -43,21 +44,16 @@ def test_integers_are_computed_where_zeros_are_refused() -> None:
     assert pick.time_s > 0
 
 
-class Pooled(nn.Module):
-    """Inductor keeps the places of the greatest elements as offsets in windows, of which the first begin at -1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4 * 4 * 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.max_pool2d(torch.relu(self.first(x)), 3, 2, 1).flatten(1))
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 def test_offsets_of_padded_windows_are_valid() -> None:
     batch = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
-    step = planner.compile(Pooled(), F.cross_entropy, batch, budget="1MB", kernels="inductor", passes=1)
+    # Inductor keeps the places of the greatest elements as offsets in windows, of which the first begin at -1.
+    model = FunctionModule(
+        lambda m, x: m.last(F.max_pool2d(torch.relu(m.first(x)), 3, 2, 1).flatten(1)),
+        first=nn.Conv2d(3, 4, 3, padding=1),
+        last=nn.Linear(64, 3),
+    )
+    step = planner.compile(model, F.cross_entropy, batch, budget="1MB", kernels="inductor", passes=1)
     pooling = [op for op in step.measured.ops if "max_pool2d_with_indices_backward" in op.name]
     assert pooling
     assert all(op.time_s > 0 for op in pooling)

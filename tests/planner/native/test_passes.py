@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.schedule import keep_everything
 from planner.capture.lowering.lower import Capture
 from planner.capture.program.draws import draw_once
@@ -129,21 +130,16 @@ def test_copies_with_strides_of_the_library_are_those_of_python(strides: tuple[i
 
 
 def test_views_follow_the_layout_of_what_they_are_of() -> None:
-    class Views(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            heads = x.reshape(4, 2, 3).transpose(0, 1)
-            return self.linear((heads * 2).transpose(0, 1).reshape(4, 6)) + x.view(2, 2, 6)[1].sum()
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        heads = x.reshape(4, 2, 3).transpose(0, 1)
+        return m.linear((heads * 2).transpose(0, 1).reshape(4, 6)) + x.view(2, 2, 6)[1].sum()
 
     captured = None
     batches = [torch.randn(4, 6), torch.randn(4, 8)[:, :6], torch.randn(8, 6)[::2], torch.randn(6, 6)[2:]]
     outcomes: list[list[Outcome]] = []
     for native in (False, True):
         torch.manual_seed(0)
-        workload = Workload(Views(), lambda y, x: (y * x).sum(), (batches[0], batches[0]))
+        workload = Workload(FunctionModule(forward, linear=nn.Linear(6, 6)), lambda y, x: (y * x).sum(), (batches[0], batches[0]))
         captured = captured or capture(*workload)
         executor = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
         with nullcontext() if native else use_python_passes():
@@ -157,18 +153,14 @@ def test_a_pass_that_mostly_calls_python_stays_there() -> None:
     doubled.register_fake(torch.empty_like)
     doubled.register_autograd(lambda ctx, gradient: doubled(gradient))
 
-    class Doubling(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(8))
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x * m.weight
+        for _ in range(20):
+            x = doubled(x)
+        return x
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x * self.weight
-            for _ in range(20):
-                x = doubled(x)
-            return x
-
-    workload = Workload(Doubling(), lambda x, y: (x * y).sum(), (torch.ones(4, 8), torch.ones(4, 8)))
+    model = FunctionModule(forward, weight=nn.Parameter(torch.ones(8)))
+    workload = Workload(model, lambda x, y: (x * y).sum(), (torch.ones(4, 8), torch.ones(4, 8)))
     captured = capture(*workload)
     executor = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
     outcome(executor, workload)
@@ -176,21 +168,11 @@ def test_a_pass_that_mostly_calls_python_stays_there() -> None:
     assert not any(isinstance(each, NativePass) for each in native_passes(executor))
 
 
-class Failing(nn.Module):
-    """Raises in the kernel of an op, if its input is larger than what it was captured for says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.embedding = nn.Embedding(4, 8)
-
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
-        return torch.sin(self.linear(self.embedding(index)))
-
-
 def failing() -> tuple[Executor, Capture, Workload]:
+    """A step that raises in the kernel of an op, if its input is larger than what it was captured for says."""
     torch.manual_seed(0)
-    workload = classes(Failing(), torch.randint(4, (24,)))
+    parts: dict[str, Any] = {"linear": nn.Linear(8, 8), "embedding": nn.Embedding(4, 8)}
+    workload = classes(FunctionModule(lambda m, index: torch.sin(m.linear(m.embedding(index))), **parts), torch.randint(4, (24,)))
     captured = capture(*workload)
     return Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn), captured, workload
 
@@ -223,15 +205,7 @@ def test_an_error_of_python_comes_through_as_it_is() -> None:
     op.register_fake(torch.empty_like)
     op.register_autograd(lambda ctx, gradient: gradient * 2)
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return op(self.linear(x))
-
-    workload = classes(Net(), torch.randn(24, 8))
+    workload = classes(FunctionModule(lambda m, x: op(m.linear(x)), linear=nn.Linear(8, 8)), torch.randn(24, 8))
     captured = capture(*workload)
     executor = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
     outcome(executor, workload)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
@@ -104,18 +105,10 @@ def test_no_more_is_reserved_than_a_plan_says() -> None:
         assert torch.cuda.memory_reserved() <= plan.reserved_bytes <= plan.budget_bytes
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(64, 64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x * self.scale).sin() * self.scale
-
-
 def test_a_step_that_multiplies_no_matrices_has_no_workspaces_of_libraries() -> None:
+    model = FunctionModule(lambda m, x: torch.tanh(x * m.scale).sin() * m.scale, scale=nn.Parameter(torch.ones(64, 64)))
     with cuda_device() as cuda:
-        workload = on_device(Workload(Scaled(), nn.MSELoss(), (torch.randn(256, 64, 64), torch.randn(256, 64, 64))))
+        workload = on_device(Workload(model, nn.MSELoss(), (torch.randn(256, 64, 64), torch.randn(256, 64, 64))))
         step = planner.compile(*workload, budget="100%", passes=1, wait="20 work", swap="never")
         assert step.plan.eager is not None and step.plan.reserved is not None
         assert not cuda.memories[0].workspaces and step.plan.reserved.library_bytes == 0

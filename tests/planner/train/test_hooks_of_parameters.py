@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
 
@@ -168,15 +169,8 @@ def test_an_optimizer_in_the_backward_pass_trains_as_eager(entry: Entry) -> None
 def test_an_input_that_gets_no_gradient_keeps_its_history_unused() -> None:
     torch.manual_seed(0)
 
-    class Detaching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x.detach()).square().mean()
-
-    model, x, called = Detaching(), torch.randn(4, 4, requires_grad=True), []
+    model = FunctionModule(lambda m, x: m.layer(x.detach()).square().mean(), layer=nn.Linear(4, 4))
+    x, called = torch.randn(4, 4, requires_grad=True), []
     x.register_hook(called.append)
     for step in (planner.compile(model, None, (x * 2,), **QUICK), planner.checkpoint(model, **QUICK)):
         step(x * 2).backward()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.models.parts import FunctionModule
 from graphs.ir import Graph
 from graphs.schedule import Schedule, schedule_of
 from planner.capture.lowering.lower import Capture
@@ -71,19 +72,6 @@ class Frozen(nn.Module):
         return self.head(F.silu(self.middle(torch.relu(self.frozen(x)))))
 
 
-class SharedGradient(nn.Module):
-    """Two parameters whose gradients are one tensor, and one that is an expanded view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Parameter(torch.randn(6, 12))
-        self.right = nn.Parameter(torch.randn(6, 12))
-        self.shift = nn.Parameter(torch.randn(6, 12))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * torch.sigmoid(self.left + self.right)).sum() + self.shift.sum()
-
-
 class Rotated(nn.Module):
     """Complex numbers, read as they are, conjugated, and by their negated imaginary parts."""
 
@@ -116,7 +104,10 @@ def frozen() -> Workload:
 
 
 def shared_gradient() -> Workload:
-    return Workload(SharedGradient(), None, (torch.randn(6, 12),))
+    """Two parameters whose gradients are one tensor, and one that is an expanded view."""
+    parts = {name: nn.Parameter(torch.randn(6, 12)) for name in ("left", "right", "shift")}
+    model = FunctionModule(lambda m, x: (x * torch.sigmoid(m.left + m.right)).sum() + m.shift.sum(), **parts)
+    return Workload(model, None, (torch.randn(6, 12),))
 
 
 def rotated() -> Workload:
@@ -179,23 +170,12 @@ def solve_for(seconds: float, graph: Graph, budget: int | str, *, tolerance: flo
     return solve(graph, budget, tolerance=tolerance, time_limit_s=600.0, on_progress=look, should_stop=should_stop)
 
 
-class Call(nn.Module):
-    """A module whose forward pass is a function of itself and its inputs."""
-
-    def __init__(self, forward: Callable[..., torch.Tensor], **children: nn.Module) -> None:
-        super().__init__()
-        self.function = forward
-        for name, child in children.items():
-            self.add_module(name, child)
-
-    def forward(self, *inputs: Any) -> torch.Tensor:
-        return self.function(self, *inputs)
-
-
 def classes(model: nn.Module, *inputs: Any) -> Workload:
     return Workload(model, F.cross_entropy, (*inputs, torch.randint(3, (24,))))
 
 
 def norm_twice() -> Workload:
-    model = Call(lambda m, x: m.b(m.norm(m.a(m.norm(m.a(x))))), norm=nn.BatchNorm1d(32), a=nn.Linear(32, 32), b=nn.Linear(32, 3))
+    model = FunctionModule(
+        lambda m, x: m.b(m.norm(m.a(m.norm(m.a(x))))), norm=nn.BatchNorm1d(32), a=nn.Linear(32, 32), b=nn.Linear(32, 3)
+    )
     return classes(model, torch.randn(24, 32))

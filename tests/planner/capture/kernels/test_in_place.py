@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.models.parts import FunctionModule
 from planner.capture.kernels.in_place import _is_shared_by_threads
 from planner.capture.kernels.variants import CompileVariant
 from planner.capture.lowering.lower import Capture
@@ -24,22 +25,11 @@ pytestmark = [
 ]
 
 
-class Step(nn.Module):
-    """A product, what `after` makes of it, and a loss."""
-
-    def __init__(self, after: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(32, 32))
-        self.after = after
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(x @ self.weight).square().sum()
-
-
 def pairs(after: Callable[[Tensor], Tensor]) -> list[tuple[str, str, str]]:
     """For each op that may write over an input its name, what it makes, and over what."""
     torch.manual_seed(0)
-    captured: Capture = capture_kernels(Step(after), None, detach_batch((torch.randn(32, 32),)), variant=CompileVariant.DEFAULT)
+    step = FunctionModule(lambda m, x: after(x @ m.weight).square().sum(), weight=nn.Parameter(torch.ones(32, 32)))
+    captured: Capture = capture_kernels(step, None, detach_batch((torch.randn(32, 32),)), variant=CompileVariant.DEFAULT)
     names = [tensor.name for tensor in captured.graph.tensors]
     calls = zip(captured.graph.ops, captured.program.calls, strict=True)
     return [(op.target, names[o], names[t]) for op, call in calls if call.launches for o, t, _ in call.over]

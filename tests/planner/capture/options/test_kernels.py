@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import UsageError
 from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.ir import Op
@@ -72,18 +73,6 @@ def test_rows_of_ops_in_place_go_as_far_as_nobody_else_reads() -> None:
     assert ["mm", "_log_softmax"] in head and ["nll_loss_backward", "_log_softmax_backward_data"] in head
 
 
-class Reading(nn.Module):
-    """Of which `function` makes the end."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(self.layer(x)).sum()
-
-
 @pytest.mark.parametrize(
     ("function", "forward"),
     [
@@ -97,7 +86,8 @@ class Reading(nn.Module):
     ],
 )
 def test_tensors_read_elsewhere_are_not_overwritten(function: Callable[[torch.Tensor], torch.Tensor], forward: list[str]) -> None:
-    found = with_kernels(Workload(Reading(function), None, (torch.randn(5, 6),)))
+    model = FunctionModule(lambda m, x: function(m.layer(x)).sum(), layer=nn.Linear(6, 6))
+    found = with_kernels(Workload(model, None, (torch.randn(5, 6),)))
     graph = found.graph
     kinds = [row for row in rows(found) if row[0] in ("addmm", "_log_softmax", "add")]
     assert kinds == forward
@@ -108,17 +98,13 @@ def test_tensors_read_elsewhere_are_not_overwritten(function: Callable[[torch.Te
 
 
 def attention_step(dtype: torch.dtype, **how: object) -> Workload:
-    class Attending(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(64, 192, dtype=dtype)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            query, key, value = self.layer(x).view(2, 40, 2, 96).transpose(1, 2).split(32, 3)
-            return F.scaled_dot_product_attention(query, key, value, **how).float().sum()  # type: ignore[arg-type]
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = m.layer(x).view(2, 40, 2, 96).transpose(1, 2).split(32, 3)
+        return F.scaled_dot_product_attention(query, key, value, **how).float().sum()  # type: ignore[arg-type]
 
     with FakeTensorMode():
-        return Workload(Attending(), None, (torch.empty(2, 40, 64, dtype=dtype),))
+        model = FunctionModule(forward, layer=nn.Linear(64, 192, dtype=dtype))
+        return Workload(model, None, (torch.empty(2, 40, 64, dtype=dtype),))
 
 
 def test_attention_is_written_out_or_by_the_other_fused_kernel_of_cuda() -> None:

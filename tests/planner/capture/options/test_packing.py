@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.models.parts import FunctionModule
 from graphs.ir import Graph
 from graphs.options import remove_options
 from planner.capture.options import apply_options
@@ -130,26 +131,23 @@ def test_tensors_needed_elsewhere_are_not_packed() -> None:
     assert all(graph.tensors[op.inputs[1]].name in ("hardtanh", "leaky_relu") for op in graph.ops if op.optional)
 
 
-class Summed(nn.Module):
-    """ReLUs of its two inputs, whose results the backward pass does not need."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.relu(x + self.weight).cumsum(0).sum() + torch.relu(y + self.weight).cumsum(0).sum()
+def summed() -> nn.Module:
+    """ReLUs of two inputs, whose results the backward pass does not need."""
+    return FunctionModule(
+        lambda m, x, y: torch.relu(x + m.weight).cumsum(0).sum() + torch.relu(y + m.weight).cumsum(0).sum(),
+        weight=nn.Parameter(torch.ones(())),
+    )
 
 
 def test_of_large_steps_small_tensors_are_left_alone() -> None:
     large = finder.LEAST_BYTES // 4
-    assert offers(packed(Workload(Summed(), None, (torch.ones(large), torch.ones(large - 1))))) == {"to_bits": 1, "from_bits": 1}
-    assert offers(packed(Workload(Summed(), None, (torch.ones(64), torch.ones(63))))) == {"to_bits": 2, "from_bits": 2}
+    assert offers(packed(Workload(summed(), None, (torch.ones(large), torch.ones(large - 1))))) == {"to_bits": 1, "from_bits": 1}
+    assert offers(packed(Workload(summed(), None, (torch.ones(64), torch.ones(63))))) == {"to_bits": 2, "from_bits": 2}
 
 
 def test_a_roofline_gives_times_and_workspaces() -> None:
     with FakeTensorMode():
-        found = add_traced(capture(Summed(), None, (torch.empty(2**24), torch.empty(2**23))), ["pack"])
+        found = add_traced(capture(summed(), None, (torch.empty(2**24), torch.empty(2**23))), ["pack"])
     assert offers(found.graph) == {"to_bits": 2, "from_bits": 2}
     graph = model_times(found, get_device("h200"))
     for op in graph.ops[len(graph.program) :]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
 
@@ -20,23 +21,13 @@ Step = Callable[[Tensor], Tensor]
 Entry = Callable[[nn.Module, Tensor], Step]
 
 
-class Squared(nn.Module):
-    """A model with its loss."""
-
-    def __init__(self, model: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x).float().square().mean()
-
-
 def eager(model: nn.Module, _: Tensor) -> Step:
-    return Squared(model)
+    """The model with its loss."""
+    return FunctionModule(lambda m, x: m.model(x).float().square().mean(), model=model)
 
 
 def compiled(model: nn.Module, x: Tensor) -> Step:
-    return planner.compile(Squared(model), None, (x,), **QUICK)
+    return planner.compile(eager(model, x), None, (x,), **QUICK)
 
 
 def checkpointed(model: nn.Module, x: Tensor) -> Step:
@@ -77,52 +68,36 @@ def test_dropout_in_half_precision(dtype: torch.dtype, p: float, entry: Entry) -
 
 @pytest.mark.parametrize("entry", [compiled, pytest.param(checkpointed, marks=pytest.mark.slow), as_backend])
 def test_random_ops_whose_results_are_not_used(entry: Entry) -> None:
-    class Wasteful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.layer(x)
-            F.dropout(h, 0.5)
-            torch.rand(3)
-            torch.bernoulli(torch.full((5,), 0.5))
-            return F.dropout(h, 0.5)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.layer(x)
+        F.dropout(h, 0.5)
+        torch.rand(3)
+        torch.bernoulli(torch.full((5,), 0.5))
+        return F.dropout(h, 0.5)
 
     torch.manual_seed(0)
-    assert_exact(Wasteful(), torch.randn(4, 8), entry)
+    assert_exact(FunctionModule(forward, layer=nn.Linear(8, 8)), torch.randn(4, 8), entry)
 
 
 @pytest.mark.parametrize("entry", [compiled, pytest.param(checkpointed, marks=pytest.mark.slow), as_backend])
 def test_a_gradient_that_is_always_zero(entry: Entry) -> None:
-    class Signs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.signs, self.scale = (nn.Parameter(torch.randn(8)) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.sgn(self.signs) + x * self.scale
-
-    assert_exact(Signs(), torch.randn(4, 8), entry)
-
-
-class Joined(nn.Module):
-    """The gradient of its dropout is taken apart by views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(32, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        joined: Tensor = self.last(F.dropout(torch.cat([self.first(x), self.second(x)], 1), 0.3))
-        return joined
+    signs, scale = (nn.Parameter(torch.randn(8)) for _ in range(2))
+    model = FunctionModule(lambda m, x: torch.sgn(m.signs) + x * m.scale, signs=signs, scale=scale)
+    assert_exact(model, torch.randn(4, 8), entry)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("entry", [compiled, checkpointed])
 def test_dropout_of_joined_tensors(dtype: torch.dtype, entry: Entry) -> None:
     torch.manual_seed(0)
-    model, x = Joined().to(dtype), torch.randn(32, 8, dtype=dtype)
+    # The gradient of the dropout is taken apart by views.
+    model = FunctionModule(
+        lambda m, x: m.last(F.dropout(torch.cat([m.first(x), m.second(x)], 1), 0.3)),
+        first=nn.Linear(8, 16),
+        second=nn.Linear(8, 16),
+        last=nn.Linear(32, 4),
+    ).to(dtype)
+    x = torch.randn(32, 8, dtype=dtype)
     wanted, found = (train(copy.deepcopy(model), x, one) for one in (eager, entry))
     assert all(map(torch.equal, wanted, found))
 

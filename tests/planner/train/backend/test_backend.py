@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import InfeasibleError, PlannerError, UsageError
 from planner.capture.step import TrainingStep
 from planner.measure.steps import measure_memory, measure_outcome
@@ -54,17 +55,6 @@ def test_a_compiled_model_trains_as_eager_does(name: str) -> None:
     assert peaks[1] < peaks[0]
 
 
-class Altered(nn.Module):
-    """A convolution whose result goes through `alter`."""
-
-    def __init__(self, alter: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.convolution, self.alter = nn.Conv2d(3, 8, 3, padding=1), alter
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.alter(self.convolution(x))
-
-
 def taken_apart(x: torch.Tensor) -> torch.Tensor:
     x = F.interpolate(x, scale_factor=1.7, mode="bilinear")
     x = F.interpolate(x, scale_factor=1.7, mode="bicubic")
@@ -76,7 +66,8 @@ def taken_apart(x: torch.Tensor) -> torch.Tensor:
 
 def test_ops_that_compilers_take_apart_are_eagers() -> None:
     torch.manual_seed(0)
-    model, x = Altered(taken_apart), torch.randn(2, 3, 16, 16)
+    model = FunctionModule(lambda m, x: taken_apart(m.convolution(x)), convolution=nn.Conv2d(3, 8, 3, padding=1))
+    x = torch.randn(2, 3, 16, 16)
     twin = copy.deepcopy(model)
     for run, of in ((model, model), (compiled(twin, budget="100%"), twin)):
         run(x).square().sum().backward()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from planner.train.backend.planned_graph import PlannedGraph
 from planner.train.backend.shared_budget import SharedBudget
 from planner.train.backend.step_memory import PassStorages
@@ -264,15 +265,7 @@ def test_a_piece_without_kernels_in_a_pass_runs_beside_those_with(name: str) -> 
 
 
 def test_a_step_whose_backward_pass_computes_nothing() -> None:
-    class Shifted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shift = nn.Parameter(torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.shift + x.sum()
-
-    model, x = Shifted(), torch.ones(3)
+    model, x = FunctionModule(lambda m, x: m.shift + x.sum(), shift=nn.Parameter(torch.zeros(()))), torch.ones(3)
     loss = planner.compile(model, None, (x,), budget="100%", wait=0.1)(x)
     loss.backward()
     assert loss == 3.0
@@ -371,16 +364,9 @@ class Cut(nn.Module):
 
 @pytest.mark.parametrize("wrap", EITHER)
 def test_a_check_in_the_backward_pass_is_planned(wrap: Callable[[nn.Module], Callable[..., Any]]) -> None:
-    class Spectrum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.matrix = nn.Parameter(torch.randn(SIZE, SIZE))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (torch.linalg.eigvals(self.matrix).abs() * x).sum()
-
     torch.manual_seed(0)
-    model, x = Spectrum(), torch.randn(SIZE, SIZE)
+    matrix, x = nn.Parameter(torch.randn(SIZE, SIZE)), torch.randn(SIZE, SIZE)
+    model = FunctionModule(lambda m, x: (torch.linalg.eigvals(m.matrix).abs() * x).sum(), matrix=matrix)
     plain = copy.deepcopy(model)
     wrap(model)(x).backward()
     plain(x).backward()
@@ -392,17 +378,12 @@ def test_a_check_in_the_backward_pass_is_planned(wrap: Callable[[nn.Module], Cal
 def test_the_parts_around_products_with_a_sparse_input_are_planned(
     wrap: Callable[[nn.Module], Callable[..., Any]], layout: torch.layout, graphs: list[PlannedGraph]
 ) -> None:
-    class Convolving(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.outer = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
-
-        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-            hidden = torch.sparse.mm(edges, self.inner(x).tanh() * edges.shape[0]).relu()
-            return self.outer(torch.sparse.mm(edges.to(x.dtype), hidden) + hidden).square().mean()
+    def forward(m: Any, x: Tensor, edges: Tensor) -> Tensor:
+        hidden = torch.sparse.mm(edges, m.inner(x).tanh() * edges.shape[0]).relu()
+        return m.outer(torch.sparse.mm(edges.to(x.dtype), hidden) + hidden).square().mean()
 
     torch.manual_seed(0)
-    model = Convolving()
+    model = FunctionModule(forward, inner=nn.Linear(SIZE, SIZE), outer=nn.Linear(SIZE, SIZE))
     plain, planned = copy.deepcopy(model), wrap(model)
     for rows in (SIZE, SIZE, SIZE + 2):
         edges = torch.randn(rows, rows).relu().to_sparse(layout=layout)

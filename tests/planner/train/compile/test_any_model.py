@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import MismatchError, TraceError
 from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
@@ -160,23 +161,13 @@ def test_the_order_of_names_does_not_matter() -> None:
     model, batch = Masked(), {"x": torch.randn(5, 16), "mask": torch.randn(5, 16), "target": torch.randint(3, (5,))}
     step = executor(model, F.cross_entropy, batch)
     nested = executor(
-        lambda_module(lambda d: model(**d)), F.cross_entropy, ({"x": batch["x"], "mask": batch["mask"]}, batch["target"])
+        FunctionModule(lambda m, d: m.inner(**d), inner=model),
+        F.cross_entropy,
+        ({"x": batch["x"], "mask": batch["mask"]}, batch["target"]),
     )
     expected = F.cross_entropy(model(batch["x"], mask=batch["mask"]), batch["target"])
     assert torch.equal(step(**dict(reversed(batch.items()))), expected)
     assert torch.equal(nested({"mask": batch["mask"], "x": batch["x"]}, batch["target"]), expected)
-
-
-def lambda_module(function: Any) -> nn.Module:
-    class Module(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = function.__closure__[0].cell_contents
-
-        def forward(self, *args: Any) -> Any:
-            return function(*args)
-
-    return Module()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import EagerWarning
 from graphs.schedule import keep_everything
 from planner.capture.program.program import call_of
@@ -58,21 +59,17 @@ def test_compare_eager_false_skips_the_comparison() -> None:
     assert "eager" not in str(step.plan)
 
 
-class Wrong(nn.Module):
-    """Its two halves are alike; one op of the second is exchanged where a test says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.sin(self.second(torch.tanh(self.first(x)))))
-
-
 def wrong(target: torch._ops.OpOverload, instead: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Workload, EagerComparison]:
     """What is found where the capture calls something else instead of `target`."""
     torch.manual_seed(0)
-    workload = Workload(Wrong(), F.cross_entropy, (torch.randn(8, 16), torch.randint(3, (8,))))
+    # The two halves are alike; one op of the second is exchanged.
+    model = FunctionModule(
+        lambda m, x: m.last(torch.sin(m.second(torch.tanh(m.first(x))))),
+        first=nn.Linear(16, 16),
+        second=nn.Linear(16, 16),
+        last=nn.Linear(16, 3),
+    )
+    workload = Workload(model, F.cross_entropy, (torch.randn(8, 16), torch.randint(3, (8,))))
     captured = capture(*workload)
     calls = captured.program.calls
     assert any(each.call.target is target for each in calls)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import TraceError
 from tests.support.models.as_eager import Together, check_trains_as_eager
 
@@ -231,18 +232,13 @@ def test_the_backend_writes_buffers_that_get_other_tensors(ways: list[Any]) -> N
 
 
 def test_a_trained_parameter_whose_old_data_is_read_after_it_is_replaced_is_refused() -> None:
-    class Decayed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        old = m.layer.weight.data
+        m.layer.weight.data = 0.9 * old
+        return (m.layer(x) - x @ old).square().mean()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            old = self.layer.weight.data
-            self.layer.weight.data = 0.9 * old
-            return (self.layer(x) - x @ old).square().mean()
-
-    with pytest.raises(TraceError, match=r"self\.layer\.weight\.data = .* replaces the data of a trained parameter.*clone"):
-        planner.compile(Decayed(), None, vectors(0)[:1], budget="100%")
+    with pytest.raises(TraceError, match=r"m\.layer\.weight\.data = .* replaces the data of a trained parameter.*clone"):
+        planner.compile(FunctionModule(forward, layer=nn.Linear(16, 16)), None, vectors(0)[:1], budget="100%")
 
 
 class Spread(nn.Module):

@@ -14,6 +14,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import InfeasibleError, PlannerError, TraceError
 from planner.measure.steps import measure_outcome
 from planner.plans.summary import summarize
@@ -191,16 +192,9 @@ def test_planning_leaves_no_trace() -> None:
 
 
 def test_a_step_that_computes_nothing_that_can_be_compiled_is_refused() -> None:
-    class Idle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.weight.view(())
-
+    model = FunctionModule(lambda m, x: m.weight.view(()), weight=nn.Parameter(torch.ones(())))
     with pytest.raises(TraceError, match=r"^the step computes nothing that Inductor could compile: plan with kernels='eager'$"):
-        planner.compile(Idle(), None, (torch.ones(3),), budget="100%", kernels="inductor", passes=1)
+        planner.compile(model, None, (torch.ones(3),), budget="100%", kernels="inductor", passes=1)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from torch.autograd import grad
 from torch.func import functional_call, hessian, jacrev, jvp, vjp, vmap
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import PlannerError
 from planner.torch_private.capture import GRADIENT_SETTINGS
 from tests.support.models.as_eager import check_trains_as_eager
@@ -26,15 +27,9 @@ def network(outputs: int = 1, activation: type[nn.Module] = nn.SiLU) -> nn.Seque
     return nn.Sequential(*hidden, nn.Linear(widths[-1], outputs))
 
 
-class Step(nn.Module):
+def with_loss(loss: Callable[..., Tensor], net: nn.Module) -> nn.Module:
     """A network and the loss of a step."""
-
-    def __init__(self, loss: Callable[..., Tensor], net: nn.Module) -> None:
-        super().__init__()
-        self.loss, self.net = loss, net
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.loss(self.net, x)
+    return FunctionModule(lambda m, x: loss(m.net, x), net=net)
 
 
 def points(number: int) -> tuple[Tensor]:
@@ -114,7 +109,7 @@ LOSSES: list[Any] = [several, *(pytest.param(loss, marks=pytest.mark.slow) for l
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_inside_the_step_train_as_in_eager_mode(loss: Callable[..., Tensor]) -> None:
-    check_trains_as_eager(lambda: Step(loss, network(4 if loss is divergence else 1)), None, points)
+    check_trains_as_eager(lambda: with_loss(loss, network(4 if loss is divergence else 1)), None, points)
 
 
 TRANSFORMED: list[Callable[..., Tensor]] = [
@@ -133,7 +128,7 @@ def several_transforms(net: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", [several_transforms, *(pytest.param(loss, marks=pytest.mark.slow) for loss in TRANSFORMED)])
 def test_transforms_inside_the_step_train_as_in_eager_mode(loss: Callable[..., Tensor]) -> None:
-    check_trains_as_eager(lambda: Step(loss, network(activation=nn.Tanh)), None, points)
+    check_trains_as_eager(lambda: with_loss(loss, network(activation=nn.Tanh)), None, points)
 
 
 def by_backend(model: nn.Module, budget: str) -> Any:
@@ -157,7 +152,7 @@ def test_gradients_inside_the_model_train_as_in_eager_mode(
     for wrap in (planned, lambda model, _: model):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = Step(loss, network())
+        model = with_loss(loss, network())
         run = wrap(model, "80%")
         found = []
         for number in range(2):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import EagerWarning, OutOfMemoryError, PlannerError
 from graphs.io.formats import read_graph
 from graphs.pools import HOST
@@ -128,16 +129,8 @@ def test_a_kept_plan_that_was_edited_is_made_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_replanned_steps_share_the_hosts_memory() -> None:
-    class Scaled(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model, self.scale = small().model, 1.0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.model(x * self.scale)
-
     workload = small()
-    model = Scaled()
+    model = FunctionModule(lambda m, x: m.model(x * m.scale), model=small().model, scale=1.0)
     step = compiled(Workload(model, workload.loss_fn, workload.batch), replan=True)
     found = []
     for scale in (1.0, 2.0, 1.0):

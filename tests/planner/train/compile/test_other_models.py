@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.models.parts import FunctionModule
 from graphs.simulate import simulate
 from planner.capture.workload.models import Workload
 from planner.measure.run_plan import run
 from planner.measure.tracing import trace
 from solvers.clock import WorkClock
 from solvers.least import bracket_least_budget
-from tests.support.models.steps import Call, classes, norm_twice, solve_for
+from tests.support.models.steps import classes, norm_twice, solve_for
 
 
 class Exponential(torch.autograd.Function):
@@ -35,7 +36,9 @@ class Exponential(torch.autograd.Function):
 
 def encoder() -> Workload:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-    model = Call(lambda m, x: m.head(m.encoder(x).mean(1)), encoder=nn.TransformerEncoder(layer, 2), head=nn.Linear(32, 3))
+    model = FunctionModule(
+        lambda m, x: m.head(m.encoder(x).mean(1)), encoder=nn.TransformerEncoder(layer, 2), head=nn.Linear(32, 3)
+    )
     return classes(model, torch.randn(24, 7, 32))
 
 
@@ -46,18 +49,18 @@ def in_place() -> Workload:
         hidden[:, 0] = 0
         return m.second(F.relu(hidden, inplace=True))
 
-    model = Call(forward, first=nn.Linear(32, 32), second=nn.Linear(32, 32))
+    model = FunctionModule(forward, first=nn.Linear(32, 32), second=nn.Linear(32, 32))
     return Workload(model, lambda out, x: out.sum(), (torch.randn(24, 32), torch.zeros(())))
 
 
 def custom_function() -> Workload:
-    model = Call(lambda m, x: m.b(Exponential.apply(m.a(x).tanh())), a=nn.Linear(32, 32), b=nn.Linear(32, 3))
+    model = FunctionModule(lambda m, x: m.b(Exponential.apply(m.a(x).tanh())), a=nn.Linear(32, 32), b=nn.Linear(32, 3))
     return classes(model, torch.randn(24, 32))
 
 
 def checkpointed() -> Workload:
     inner = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.2), nn.Linear(256, 64))
-    model = Call(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False) + x), a=inner, b=nn.Linear(64, 3))
+    model = FunctionModule(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False) + x), a=inner, b=nn.Linear(64, 3))
     return classes(model, torch.randn(24, 64))
 
 
@@ -66,7 +69,7 @@ def mixed_precision() -> Workload:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return m.b(F.gelu(m.a(x))).float()
 
-    return classes(Call(forward, a=nn.Linear(32, 64), b=nn.Linear(64, 3)), torch.randn(24, 32))
+    return classes(FunctionModule(forward, a=nn.Linear(32, 64), b=nn.Linear(64, 3)), torch.randn(24, 32))
 
 
 def images() -> Workload:
@@ -83,12 +86,14 @@ def channels_last() -> Workload:
 
 
 def dictionary() -> Workload:
-    return classes(Call(lambda m, d: m.a(d["x"]) * d["scale"], a=nn.Linear(32, 3)), {"x": torch.randn(24, 32), "scale": 2.0})
+    return classes(
+        FunctionModule(lambda m, d: m.a(d["x"]) * d["scale"], a=nn.Linear(32, 3)), {"x": torch.randn(24, 32), "scale": 2.0}
+    )
 
 
 def spectral() -> Workload:
     inner = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32))
-    return classes(Call(lambda m, x: m.b(torch.relu(m.a(x))), a=inner, b=nn.Linear(32, 3)), torch.randn(24, 32))
+    return classes(FunctionModule(lambda m, x: m.b(torch.relu(m.a(x))), a=inner, b=nn.Linear(32, 3)), torch.randn(24, 32))
 
 
 def fourier() -> Workload:
@@ -96,20 +101,22 @@ def fourier() -> Workload:
         spectrum = torch.fft.rfft(m.a(x))
         return m.b(torch.fft.irfft(spectrum * spectrum.abs(), n=32))
 
-    return classes(Call(forward, a=nn.Linear(32, 32), b=nn.Linear(32, 3)), torch.randn(24, 32))
+    return classes(FunctionModule(forward, a=nn.Linear(32, 32), b=nn.Linear(32, 3)), torch.randn(24, 32))
 
 
 def overwritten_input() -> Workload:
-    return classes(Call(lambda m, x: m.a(x.mul_(2)), a=nn.Linear(32, 3)), torch.randn(24, 32))
+    return classes(FunctionModule(lambda m, x: m.a(x.mul_(2)), a=nn.Linear(32, 3)), torch.randn(24, 32))
 
 
 def bags() -> Workload:
-    return classes(Call(lambda m, x: m.a(m.bag(x)), bag=nn.EmbeddingBag(20, 8), a=nn.Linear(8, 3)), torch.randint(20, (24, 4)))
+    return classes(
+        FunctionModule(lambda m, x: m.a(m.bag(x)), bag=nn.EmbeddingBag(20, 8), a=nn.Linear(8, 3)), torch.randint(20, (24, 4))
+    )
 
 
 def transposed_output() -> Workload:
     # mse_loss_backward lays its result out as its fake one does not, so that it cannot be viewed as was captured.
-    model = Call(lambda m, x: m.a(x.transpose(0, 1)).transpose(0, 1), a=nn.Linear(8, 8))
+    model = FunctionModule(lambda m, x: m.a(x.transpose(0, 1)).transpose(0, 1), a=nn.Linear(8, 8))
     return Workload(model, F.mse_loss, (torch.randn(3, 4, 8), torch.randn(3, 4, 8)))
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import PlannerError, TraceError
 from planner.capture.step import LossFn
 from planner.train.compile.compiler import Compiler
@@ -98,17 +99,6 @@ def test_options_incompatible_with_replan_raise(options: dict[str, object], mess
         planner.compile(MutatedBuffer(), F.mse_loss, batch_of(8), budget="100%", replan=True, **options)
 
 
-class Encoder(nn.Module):
-    """Does other ops for a batch of one, whose transposes are laid out otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.out = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), nn.Linear(16, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.layer(x).mean(1))
-
-
 def encoded(rows: int, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, length, 16), torch.randn(rows, 3)
 
@@ -116,7 +106,9 @@ def encoded(rows: int, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("replan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sizes_vary_without_planning_again(*, replan: bool) -> None:
     torch.manual_seed(0)
-    model = Encoder()
+    # It does other ops for a batch of one, whose transposes are laid out otherwise.
+    layer, out = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), nn.Linear(16, 3)
+    model = FunctionModule(lambda m, x: m.out(m.layer(x).mean(1)), layer=layer, out=out)
     step = planner.compile(model, F.mse_loss, encoded(8), budget="1MB", dynamic=True, replan=replan, compare_eager=False)
     for rows in (1, 4):  # no warning says that it was planned again
         x, y = encoded(rows)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import InfeasibleError, PlannerError, TraceError
 from planner.capture.frontend import fake_execution
 
@@ -145,16 +146,8 @@ def test_a_budget_that_is_too_small_is_not_spoken_of_as_an_option_of_the_command
 
 
 def test_a_lazy_layer_that_the_step_does_not_call_raises() -> None:
-    class Partial(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.LazyLinear(8), nn.LazyLinear(8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.used(x)
-
     with pytest.raises(PlannerError, match=r"unused \(LazyLinear\) has no values before .*: call the model once on a batch"):
-        compiled(Partial())
+        compiled(FunctionModule(lambda m, x: m.used(x), used=nn.LazyLinear(8), unused=nn.LazyLinear(8)))
 
 
 def test_parameters_of_inference_mode_raise() -> None:
@@ -176,15 +169,8 @@ def test_transforms_of_functions_raise() -> None:
 
 
 def test_nan_is_a_value_like_others() -> None:
-    class Filled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor, filled: float) -> torch.Tensor:
-            return self.inner(x).nan_to_num(0.0 if filled != filled else filled)
-
-    step = compiled(Filled(), (X, float("nan"), Y), replan=False)
+    model = FunctionModule(lambda m, x, filled: m.inner(x).nan_to_num(0.0 if filled != filled else filled), inner=nn.Linear(8, 8))
+    step = compiled(model, (X, float("nan"), Y), replan=False)
     step(X, float("nan"), Y).backward()
     with pytest.raises(PlannerError, match=r"input 1 is 1.0, but the step was planned for nan"):
         step(X, 1.0, Y)
@@ -194,15 +180,7 @@ SCALE = torch.tensor(0.5)
 
 
 def test_a_global_number_that_starts_to_require_grad_is_refused() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x) * SCALE
-
-    step = compiled(Scaled())
+    step = compiled(FunctionModule(lambda m, x: m.inner(x) * SCALE, inner=nn.Linear(8, 8)))
     try:
         SCALE.requires_grad_()
         with pytest.raises(PlannerError, match=r"SCALE.requires_grad was False when the step was planned, and is True now"):

@@ -11,25 +11,21 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from tests.support.distributed import on_two
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 
 
-class Step(nn.Module):
+def with_loss() -> nn.Module:
     """A model that returns its loss, so that ``torch.compile`` compiles the same step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 16))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(self.layers(x), y)
+    layers = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 16))
+    return FunctionModule(lambda m, x, y: F.mse_loss(m.layers(x), y), layers=layers)
 
 
 def check(rank: int) -> None:
     torch.manual_seed(0)
-    planned, plain = DistributedDataParallel(Step()), Step()
+    planned, plain = DistributedDataParallel(with_loss()), with_loss()
     plain.load_state_dict(planned.module.state_dict())
     torch.manual_seed(rank)
     batch = torch.randn(64, 16), torch.randn(64, 16)

@@ -23,7 +23,6 @@ from planner.capture.options.traced import replace_graph
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
-from planner.cli import argument_types
 from planner.measure.steps import Isolated, Step, measure_outcome
 from planner.plans.plan import Plan
 from planner.runtime.allocator import measure_memory_rise
@@ -181,9 +180,7 @@ STUDY = Study(
     order=order_by(model=MODELS, budget=BUDGETS, library=_VARIABLES),
     pages={"table.md": partial(format_markdown, columns=TABLE)},
 )
-main = make_main(
-    STUDY, __doc__, models=MODELS, out="results/arena", repeats=Setting(20, "steps timed of each", argument_types.count)
-)
+main = make_main(STUDY, __doc__, models=MODELS, out="results/arena", repeats=Setting(20, "steps timed of each"))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from benchmarks.command import Setting, limit_threads, make_main
 from benchmarks.process_memory import count_resident_bytes
 from graphs.units import format_bytes
 from planner.capture.workload.models import build
-from planner.cli import argument_types
 from planner.runtime.arena import Arena
 from planner.runtime.arena_allocator import keep_idle_pages
 from planner.runtime.executor import Executor
@@ -249,7 +248,7 @@ main = make_main(
     __doc__,
     models=MODELS,
     out="results/arena_training",
-    repeats=Setting(20, "steps timed of each", argument_types.count),
+    repeats=Setting(20, "steps timed of each"),
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from graphs.errors import PlannerError
+from planner.cli import argument_types
 from planner.studies.experiment import Study
 from planner.studies.rows import Key
 
@@ -24,7 +25,7 @@ class Setting:
 
     default: object
     said: str
-    form: Callable[[str], Any] = int
+    form: Callable[[str], Any] = argument_types.count
 
 
 def make_main(

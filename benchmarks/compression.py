@@ -31,7 +31,6 @@ from planner.capture.options import apply_options
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.cli import argument_types
 from planner.measure import steps as measure, tracing
 from planner.measure.pool_memory import measure_peak
 from planner.plans.select_attributes import select_attributes
@@ -292,8 +291,8 @@ main = make_main(
     __doc__,
     models=CASES,
     out="results/compression",
-    steps=Setting(300, "of each curve", argument_types.count),
-    seed=Setting(0, "of weights, data and random state"),
+    steps=Setting(300, "of each curve"),
+    seed=Setting(0, "of weights, data and random state", int),
 )
 
 

@@ -24,7 +24,6 @@ from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
-from planner.cli import argument_types
 from planner.measure.observation import OpTimer
 from planner.measure.steps import Step, compute_ratio, get_loss, turn_times
 from planner.measure.timing import compute_typical
@@ -139,9 +138,7 @@ TABLE = (
 
 
 STUDY = Study(ExecutorRow, measure, order=order_by(model=MODELS), pages={"table.md": partial(format_markdown, columns=TABLE)})
-main = make_main(
-    STUDY, __doc__, models=MODELS, out="results/executor", repeats=Setting(40, "steps timed of each", argument_types.count)
-)
+main = make_main(STUDY, __doc__, models=MODELS, out="results/executor", repeats=Setting(40, "steps timed of each"))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
-from planner.cli import argument_types
 from planner.measure.steps import Step, compute_ratio, get_loss
 from planner.measure.tracing import profile_capture
 from planner.native.library import wait_for_library
@@ -274,9 +273,7 @@ WAYS = (
 STUDY = Study(
     HostRow, measure, order=order_by(model=MODELS, way=WAYS), pages={"table.md": partial(format_markdown, columns=TABLE)}
 )
-main = make_main(
-    STUDY, __doc__, models=MODELS, out="results/host", repeats=Setting(40, "steps timed of each", argument_types.count)
-)
+main = make_main(STUDY, __doc__, models=MODELS, out="results/host", repeats=Setting(40, "steps timed of each"))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import planner
 from benchmarks.command import Setting, make_main
 from graphs.errors import first_line
-from planner.cli import argument_types
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
 from planner.studies.tables import Column, format_markdown
@@ -194,9 +193,7 @@ def format_table(rows: Sequence[OperatorRow]) -> str:
 
 
 STUDY = Study(OperatorRow, measure, order=order_by(family=FAMILIES, dtype=DTYPES, way=WAYS), pages={"table.md": format_table})
-main = make_main(
-    STUDY, __doc__, models=FAMILIES, out="results/operators", samples=Setting(2, "of each operator", argument_types.count)
-)
+main = make_main(STUDY, __doc__, models=FAMILIES, out="results/operators", samples=Setting(2, "of each operator"))
 
 
 if __name__ == "__main__":

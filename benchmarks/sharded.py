@@ -27,7 +27,6 @@ from benchmarks.command import Setting, make_main
 from graphs.options.gather import GATHER
 from graphs.units import format_bytes
 from planner.capture.workload.models import build
-from planner.cli import argument_types
 from planner.measure.steps import compute_ratio, measure_memory
 from planner.memory.least_budget import find_least_budget
 from planner.studies.experiment import Study
@@ -216,9 +215,7 @@ STUDY = Study(
     order=order_by(model=MODELS, method=METHODS, options=OPTIONS),
     pages={"table.md": partial(format_markdown, columns=TABLE)},
 )
-main = make_main(
-    STUDY, __doc__, models=MODELS, out="results/sharded", repeats=Setting(20, "steps timed of each", argument_types.count)
-)
+main = make_main(STUDY, __doc__, models=MODELS, out="results/sharded", repeats=Setting(20, "steps timed of each"))
 
 
 if __name__ == "__main__":

@@ -19,14 +19,13 @@ import torch
 from torch import nn
 
 import planner
-from benchmarks.command import build_parser, carry_out, limit_threads
+from benchmarks.command import Setting, build_parser, carry_out, limit_threads, read_settings
 from benchmarks.solves import find_least_bytes
 from benchmarks.training_loop import Loop, Recipe, generate_batches
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.cli import argument_types
 from planner.measure import tracing
 from planner.measure.steps import Step
 from planner.studies.experiment import Study
@@ -271,13 +270,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = build_parser(__doc__, TrainingRow, models=RECIPES["cpu"], out="results/training")
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=tuple(RECIPES), default=best, help="where to train (default here: %(default)s)")
-    parser.add_argument("--steps", type=argument_types.count, default=50, help="of each loop (default: %(default)s)")
-    arguments = parser.parse_args(words)
+    arguments, run = read_settings(parser, train, {"steps": Setting(50, "of each loop")}, words)
     limit_threads()
     if arguments.device == "cuda":
         make_repeatable()
     arguments.out /= arguments.device
-    training = partial(train, device=torch.device(arguments.device), steps=arguments.steps)
+    training = partial(run, device=torch.device(arguments.device))
     study = Study(
         TrainingRow, training, order=order_by(model=RECIPES["cpu"]), pages={"table.md": format_table}, failures=list_failures
     )

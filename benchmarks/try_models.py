@@ -21,7 +21,6 @@ from benchmarks.solves import find_least_bytes
 from graphs.errors import PlannerError, first_line, typed_line
 from graphs.units import format_bytes
 from planner.capture.workload.models import Workload
-from planner.cli import argument_types
 from planner.measure import tracing
 from planner.measure.machine import ROOT
 from planner.measure.steps import compute_ratio
@@ -431,7 +430,7 @@ def _format_line(row: Any) -> str:
 
 
 STUDY = Study(TriedRow, try_one, pages={"table.md": format_table}, failures=list_failures)
-REPEATS = Setting(9, "steps timed of each way", argument_types.count)
+REPEATS = Setting(9, "steps timed of each way")
 main = make_main(STUDY, __doc__, out="results/models", repeats=REPEATS)
 
 

@@ -16,7 +16,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.measure.steps import measure_memory, measure_outcome
 from planner.runtime.executor import Executor
-from tests.support.models.eager_ops import Function, captured_as_eager, weighted
+from tests.support.models.eager_ops import captured_as_eager, on_parameter, weighted
 
 RESIZES = [
     ("linear", (2, 3, 7), {"size": 5, "align_corners": True}, torch.float32),
@@ -33,17 +33,10 @@ RESIZES = [
 @pytest.mark.parametrize(("mode", "shape", "kwargs", "dtype"), RESIZES)
 def test_interpolation_is_one_kernel(mode: str, shape: tuple[int, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = Function(lambda x: F.interpolate(x, mode=mode, **kwargs), *shape).to(dtype)
-    _, eager, captured = captured_as_eager(weighted_alone(model), None, ())
+    model = on_parameter(lambda x: weighted(F.interpolate(x, mode=mode, **kwargs)), *shape).to(dtype)
+    _, eager, captured = captured_as_eager(model, None, ())
     assert captured == eager
     assert any("upsample" in name for name in captured)
-
-
-def weighted_alone(model: Function) -> Function:
-    """Let `model` return its loss."""
-    function = model.function
-    model.function = lambda *args: weighted(function(*args))
-    return model
 
 
 def in_place_on_columns(x: Tensor) -> Tensor:
@@ -65,8 +58,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[Tensor,
 def test_functions_are_bitwise_equal_to_eager(name: str) -> None:
     torch.manual_seed(0)
     function, shape, inputs = FUNCTIONS[name]
-    model = Function(function, *shape)
-    _, eager, captured = captured_as_eager(weighted_alone(model), None, inputs)
+    model = on_parameter(lambda *given: weighted(function(*given)), *shape)
+    _, eager, captured = captured_as_eager(model, None, inputs)
     assert captured == eager
 
 
@@ -74,10 +67,9 @@ def test_functions_are_bitwise_equal_to_eager(name: str) -> None:
 @pytest.mark.parametrize("kwargs", [{}, {"dim": 1}, {"dim": 0, "keepdim": True, "dtype": torch.float64}], ids=str)
 def test_prod_gradient_is_bitwise_equal_to_eager(zeros: int, kwargs: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model = Function(lambda x: x.prod(**kwargs), 6, 9)
+    model = on_parameter(lambda x: weighted(x.prod(**kwargs)), 6, 9)
     with torch.no_grad():
         model.value.flatten()[:zeros] = 0
-    weighted_alone(model)
     captured = capture(model, None, ())
     assert [op.target for op in captured.graph.ops].count("planner.prod_backward.default") == 1
     step = Executor(captured, keep_everything(captured.graph), model, None)
@@ -126,9 +118,9 @@ def test_segmentation_net_needs_as_much_memory_as_eager() -> None:
 def test_capture_restores_pytorch() -> None:
     ops = (torch.ops.aten.upsample_bilinear2d.vec, torch.ops.aten.gru.input, torch.ops.aten.prod.default)
     before = [dict(op.py_kernels) for op in ops]
-    capture(Function(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear").sum(), 1, 1, 3, 3), None, ())
+    capture(on_parameter(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear").sum(), 1, 1, 3, 3), None, ())
     with pytest.raises(TraceError):
-        capture(Function(lambda x: x[torch.rand_like(x) > 0.5].sum(), 3), None, ())
+        capture(on_parameter(lambda x: x[torch.rand_like(x) > 0.5].sum(), 3), None, ())
     assert [dict(op.py_kernels) for op in ops] == before
 
 
@@ -143,7 +135,7 @@ def test_copy_with_strides_keeps_values(strides: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", ["is_compiling", "is_dynamo_compiling"])
 def test_model_that_checks_for_a_compiler_computes_as_in_eager(name: str) -> None:
     question = getattr(torch.compiler, name)
-    model = Function(lambda x: (x.sin() * 3 / 7 if question() else x.sin() * (3 / 7)).exp().sum(), 99)
+    model = on_parameter(lambda x: (x.sin() * 3 / 7 if question() else x.sin() * (3 / 7)).exp().sum(), 99)
     captured_as_eager(model, None, ())
 
 
@@ -158,7 +150,7 @@ LOG: list[float] = []
 
 
 def test_code_that_asks_for_the_compiler_is_captured() -> None:
-    captured = capture(Function(lambda x: in_part(x).exp().sum(), 7), None, ())
+    captured = capture(on_parameter(lambda x: in_part(x).exp().sum(), 7), None, ())
     assert "aten.exp.default" in {str(node.target) for node in captured.nodes if node is not None}
 
 
@@ -168,7 +160,7 @@ def test_data_read_only_in_eager_is_no_condition() -> None:
             return x.exp().sum()
         return (x * mask).exp().sum()
 
-    model, mask = Function(masked, 7), torch.ones(7, dtype=torch.bool)
+    model, mask = on_parameter(masked, 7), torch.ones(7, dtype=torch.bool)
     captured = capture(model, None, (mask,))
     assert captured.conditions is None  # another mask can follow
     mask[3] = False
@@ -182,7 +174,7 @@ def test_random_numbers_have_the_order_of_eager(fill: str) -> None:
         y = x.reshape(5, 7, 33).transpose(0, 1) * 2
         return weighted(y * getattr(torch.empty_like(y), fill)().clamp(-3, 3))
 
-    captured, *_ = captured_as_eager(Function(noisy, 5 * 7 * 33), None, ())
+    captured, *_ = captured_as_eager(on_parameter(noisy, 5 * 7 * 33), None, ())
     assert any(op.random and op.recomputable for op in captured.graph.ops)
 
 
@@ -191,4 +183,4 @@ def test_in_place_random_op_still_reads_its_input() -> None:
         y = x.reshape(5, 7, 3).transpose(0, 1) * 2
         return weighted(F.rrelu(y, training=True, inplace=True))
 
-    captured_as_eager(Function(model, 5 * 7 * 3), None, ())
+    captured_as_eager(on_parameter(model, 5 * 7 * 3), None, ())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.models.parts import FunctionModule
 from graphs.schedule import keep_everything
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
@@ -52,16 +53,9 @@ class Run(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Function(nn.Module):
+def on_parameter(function: Callable[..., Tensor], *shape: int) -> nn.Module:
     """A function of one parameter."""
-
-    def __init__(self, function: Callable[..., Tensor], *shape: int) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.randn(shape))
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.function(self.value, *inputs)
+    return FunctionModule(lambda m, *inputs: function(m.value, *inputs), value=nn.Parameter(torch.randn(shape)))
 
 
 class Last(nn.Module):

@@ -15,23 +15,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models.dense import Squash
+from benchmarks.models.parts import FunctionModule
 from planner.capture.workload.models import Workload
 
 WIDTH = 8
 
 # What is done to a tensor, of whatever shape; each keeps it.
 Change = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Function(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Change) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
 
 
 def overwritten_slice(x: torch.Tensor) -> torch.Tensor:
@@ -78,17 +68,6 @@ class RunningMean(nn.Module):
         return y
 
 
-class Recurrent(nn.Module):
-    """A layer over time, both ways if `directions` is 2."""
-
-    def __init__(self, kind: type[nn.RNNBase], layers: int, directions: int) -> None:
-        super().__init__()
-        self.layer = kind(WIDTH, WIDTH // directions, layers, batch_first=True, bidirectional=directions == 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)[0]
-
-
 class Cells(nn.Module):
     """A cell that is called several times."""
 
@@ -119,15 +98,14 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
-class Convolution1d(nn.Module):
-    """Over time, causal."""
+def recurrent(kind: type[nn.RNNBase], directions: int = 1) -> nn.Module:
+    """A layer over time, both ways if `directions` is 2."""
+    layer = kind(WIDTH, WIDTH // directions, batch_first=True, bidirectional=directions == 2)
+    return FunctionModule(lambda m, x: m.layer(x)[0], layer=layer)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+def causal_convolution() -> nn.Module:
+    return FunctionModule(lambda m, x: m.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2), conv=nn.Conv1d(WIDTH, WIDTH, 3))
 
 
 def resized(mode: str, factor: float, x: torch.Tensor) -> torch.Tensor:
@@ -141,7 +119,7 @@ def pooled(pool: Change, x: torch.Tensor) -> torch.Tensor:
 
 
 def function(change: Change) -> Callable[[], nn.Module]:
-    return partial(Function, change)
+    return partial(FunctionModule, lambda _, x: change(x))
 
 
 ANYWHERE: dict[str, Callable[[], nn.Module]] = {
@@ -184,10 +162,10 @@ BLOCKS: dict[str, dict[str, Callable[[], nn.Module]]] = {
         **_ANYWHERE_BUT_IMAGES,
         "attention": partial(Attention, causal=True),
         "multi_head": partial(Attention, causal=False),
-        "lstm": partial(Recurrent, nn.LSTM, 1, 2),
-        "gru": partial(Recurrent, nn.GRU, 1, 1),
-        "rnn": partial(Recurrent, nn.RNN, 1, 1),
-        "conv1d": Convolution1d,
+        "lstm": partial(recurrent, nn.LSTM, directions=2),
+        "gru": partial(recurrent, nn.GRU),
+        "rnn": partial(recurrent, nn.RNN),
+        "conv1d": causal_convolution,
         "flip": function(partial(torch.flip, dims=(1,))),
         "mean_of_time": function(lambda x: x - x.mean(1, keepdim=True)),
     },
@@ -346,21 +324,13 @@ def make_block(kind: str, block: Block) -> nn.Module:
     """The module that one item of a recipe stands for."""
     name, *inner = block
     if name == "both":  # of two blocks, the one beside the other
-        return Beside(*(make_block(kind, one) for one in inner))
+        first, second = (make_block(kind, one) for one in inner)
+        return FunctionModule(
+            lambda m, x: torch.stack((m.first(x * 1.0), m.second(x * 1.0))).mul_(0.5).sum(0), first=first, second=second
+        )
     if name in WRAPPERS:
         return WRAPPERS[name](make_block(kind, inner[0]))
     return (ANYWHERE | BLOCKS[kind])[name]()
-
-
-class Beside(nn.Module):
-    """Two blocks on one input; a difference of what they make."""
-
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack((self.first(x * 1.0), self.second(x * 1.0))).mul_(0.5).sum(0)
 
 
 def build(recipe: Recipe) -> Workload:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.models.dense import Squash
 from benchmarks.models.parts import FunctionModule
 from graphs.simulate import simulate
 from planner.capture.workload.models import Workload
@@ -17,21 +18,6 @@ from planner.measure.tracing import trace
 from solvers.clock import WorkClock
 from solvers.least import bracket_least_budget
 from tests.support.models.steps import classes, norm_twice, solve_for
-
-
-class Exponential(torch.autograd.Function):
-    """With a backward pass of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        (y,) = ctx.saved_tensors
-        return gradient * y
 
 
 def encoder() -> Workload:
@@ -54,7 +40,7 @@ def in_place() -> Workload:
 
 
 def custom_function() -> Workload:
-    model = FunctionModule(lambda m, x: m.b(Exponential.apply(m.a(x).tanh())), a=nn.Linear(32, 32), b=nn.Linear(32, 3))
+    model = FunctionModule(lambda m, x: m.b(Squash.apply(m.a(x))), a=nn.Linear(32, 32), b=nn.Linear(32, 3))
     return classes(model, torch.randn(24, 32))
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
+from benchmarks.models.parts import Residual
 from benchmarks.process_memory import read_status_bytes, reset_highest_rss
 from planner.cli.main import main
 from planner.measure import tracing
@@ -39,20 +40,11 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 AdamW, SGD = partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.SGD, lr=0.1)
 
 
-class Block(nn.Module):
-    """Three large activations, little to compute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.down, self.up = nn.BatchNorm1d(_WIDTH), nn.Linear(_WIDTH, 8), nn.Linear(8, _WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.up(self.down(F.hardtanh(self.norm(x))))
-
-
 def blocks(layers: int = _LAYERS) -> nn.Sequential:
+    """Three large activations in each, little to compute."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(layers)))
+    inner = ((nn.BatchNorm1d(_WIDTH), nn.Hardtanh(), nn.Linear(_WIDTH, 8), nn.Linear(8, _WIDTH)) for _ in range(layers))
+    return nn.Sequential(*(Residual(*each) for each in inner))
 
 
 def batch(rows: int = _ROWS, seed: int = 1) -> Batch:

@@ -1,4 +1,4 @@
-"""A model of residual blocks with dropout, to be trained and checkpointed."""
+"""Residual blocks with dropout, and a model of some, to be trained and checkpointed."""
 
 import torch
 import torch.nn.functional as F
@@ -6,6 +6,11 @@ from torch import nn
 
 from benchmarks.models.parts import Residual
 from planner.capture.workload.models import Workload
+
+
+def mlp_block(width: int) -> Residual:
+    """What a layer of a transformer does after its attention."""
+    return Residual(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
 
 
 def blocks() -> Workload:

@@ -35,19 +35,10 @@ from solvers.clock import WorkClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
 from tests.support.budgets import HALF_WAY
 from tests.support.distributed import on_two
+from tests.support.models.residual_blocks import mlp_block
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.branch(x))
 
 
 class Net(nn.Module):
@@ -55,7 +46,7 @@ class Net(nn.Module):
 
     def __init__(self, *, unused: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(32) for _ in range(2))
+        self.blocks = nn.ModuleList(mlp_block(32) for _ in range(2))
         self.norm = nn.BatchNorm1d(32)
         self.head = nn.Linear(32, 3)
         self.head.bias.requires_grad_(requires_grad=False)
@@ -255,7 +246,7 @@ def check_fsdp2(rank: int) -> None:
     fully_shard(blocks.blocks[0])
     with pytest.raises(TraceError, match=r"parts of the model are sharded, .* call fully_shard\(model\) after its blocks"):
         planner.compile(blocks, F.cross_entropy, batch, budget="1GB")
-    old = FullyShardedDataParallel(Block(32), device_id=torch.device("cpu"))
+    old = FullyShardedDataParallel(mlp_block(32), device_id=torch.device("cpu"))
     with pytest.raises(TraceError, match=r"FSDP1\) is not planned: use fully_shard"):
         planner.compile(old, F.cross_entropy, batch, budget="1GB")
 

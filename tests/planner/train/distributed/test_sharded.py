@@ -39,6 +39,7 @@ from planner.train.distributed.wrappers import unwrap
 from solvers.bounds import bound_least_budget
 from tests.support.budgets import HALF_WAY
 from tests.support.distributed import on_processes
+from tests.support.models.residual_blocks import mlp_block
 
 Wrap = Callable[[nn.Module], nn.Module]
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -56,26 +57,16 @@ OVERLAP = SETTINGS | {"options": ["overlap"]}
 OFFLOAD = OVERLAP | {"options": ["overlap", "offload"], "link": "1000GB/s", "host_budget": "1GB"}
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
-
-
 class Net(nn.Module):
     def __init__(self, *, vocabulary: int = 96, tied: bool = False, frozen: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, 24)
-        self.blocks = nn.ModuleList(Block(24) for _ in range(3))
+        self.blocks = nn.ModuleList(mlp_block(24) for _ in range(3))
         self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, vocabulary, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
         if frozen:
-            self.blocks[1].up.weight.requires_grad_(requires_grad=False)
+            self.blocks[1].layers[1].weight.requires_grad_(requires_grad=False)
             self.norm.requires_grad_(requires_grad=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -430,7 +421,7 @@ def check_refusals(rank: int) -> None:
             planner.compile(model, compute_loss, batch, budget="1GB")
 
     by_columns = shard(Net(), shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None)
-    refuse(by_columns, r"blocks\.0\.up\.weight is sharded as Shard\(dim=1\) by shard_placement_fn: only Shard\(dim=0\)")
+    refuse(by_columns, r"blocks\.0\.layers\.1\.weight is sharded as Shard\(dim=1\) by shard_placement_fn: only Shard\(dim=0\)")
     on_host = shard(Net(), policy={"offload_policy": CPUOffloadPolicy(pin_memory=False)})
     refuse(on_host, r"the unit root of fully_shard has a CPUOffloadPolicy")
     extended = Net()

@@ -73,27 +73,13 @@ def test_a_search_that_ends_too_early_says_the_gap(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "code", "said"),
-    [
-        ("id,lower,size\n", [], 1, "there is no column 'upper'"),
-        (BUFFERS + "b6,3,3,4\n", [], 1, "line 7: buffer 'b6'"),
-        (BUFFERS, ["-o", "{folder}/none/offsets.csv"], 1, "there is no folder"),
-        (BUFFERS, ["--capacity", "60%"], 2, "is a share"),
-        (BUFFERS, ["--capacity", "0"], 2, "at least one byte"),
-        (BUFFERS, ["--capacity", "-5"], 2, "--capacity"),
-        (BUFFERS, ["--time-limit", "0"], 2, "not a time above 0"),
-    ],
+    ("text", "said"),
+    [("id,lower,size\n", "there is no column 'upper'"), (BUFFERS + "b6,3,3,4\n", "line 7: buffer 'b6'")],
 )
-def test_addresses_errors_are_printed_in_one_line(
-    text: str, arguments: list[str], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_table_of_buffers_is_refused(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "buffers.csv"
     path.write_text(text)
-    refused(call(capsys, "addresses", path, *(word.format(folder=tmp_path) for word in arguments)), code, said)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(call(capsys, "addresses", tmp_path / "none.csv"), 1, "there is no such file")
+    refused(call(capsys, "addresses", path), 1, said)
 
 
 @pytest.mark.slow

@@ -1,11 +1,11 @@
-"""``planner advise``: what it prints, for people and for machines, and what it refuses."""
+"""``planner advise``: what it prints, for people and for machines."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.support.cli import call, refused
+from tests.support.cli import call
 
 MLP = "zoo:mlp,layers=4,batch=512,width=128"
 LARGE = "zoo:mlp,layers=2,batch=4096,width=512"
@@ -51,12 +51,3 @@ def test_a_model_of_your_own_that_names_cuda_is_advised_on(tmp_path: Path, capsy
     said = call(capsys, "advise", f"{tmp_path}/own.py:build", "--roofline", "h100", "--options", "offload", *QUICK)
     assert said.code == 0
     assert "recommended: a smaller batch: " in said.out
-
-
-def test_other_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    refused(call(capsys, "advise", MLP, "--roofline", "h100", "--options", "placement", *QUICK), 2, "placement", "leave it out")
-    refused(call(capsys, "advise", MLP, "--roofline", "h100", "--options", "magic", *QUICK), 2, "no option 'magic'")
-
-
-def test_reserved_memory_of_the_cpu_is_refused_before_anything_is_traced(capsys: pytest.CaptureFixture[str]) -> None:
-    refused(call(capsys, "advise", MLP, "--roofline", "cpu", "--memory", "reserved", *QUICK), 2, "a model on the CPU")

@@ -83,31 +83,6 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     assert call(capsys) == call(capsys, "--help")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["solve", "{graph}", "--budget", "60%", "--options", "magic"], "there is no option 'magic' of a graph"),
-        (["solve", "{graph}", "--budget", "60%", "--options", "chunks"], "traced without the option 'chunks'"),
-        (["solve", "{graph}", "--budget", "60%", "-o", "{graph}"], "is an input of this command: name another file"),
-        (["solve", "{graph}", "--budget", "60%", "--write-model", "x.lp"], "add --solver checkmate"),
-        (["trace", "zoo:magic", "-o", "x.json"], "unknown zoo model 'magic'"),
-        (["trace", "zoo:mlp,magic=3", "-o", "x.json"], "mlp has no option 'magic'"),
-        (["trace", "zoo:mlp,layers=x", "-o", "x.json"], "option 'layers' of mlp is 'x': must be a whole number"),
-        (["trace", "zoo:mlp,layers=1,width=4", "-o", "x.json", "--other-devices", "gpu7"], "there is no device 'gpu7'"),
-        (["compare", "{graph}", "--methods", "magic", "-o", "{folder}/rows"], "there is no method 'magic'"),
-        (["curve", "{graph}", "-o", "{graph}"], "is an input of this command: name another file"),
-        (["curve", "{graph}", "--plot", "x.txt"], "does not end in a format of figures"),
-        (["show", "{graph}"], "nothing to write"),
-    ],
-    ids=lambda given: "-".join(given[:3]) if isinstance(given, list) else None,
-)
-def test_values_that_cannot_be_are_usage_errors(
-    arguments: list[str], words: str, graph_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = [word.format(graph=graph_file, folder=graph_file.parent) for word in arguments]
-    refused(call(capsys, *given), 2, words)
-
-
 def test_the_solvers_and_options_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     solvers, options = call(capsys, "solvers"), call(capsys, "options")
     assert solvers.code == options.code == 0

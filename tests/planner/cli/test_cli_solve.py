@@ -87,33 +87,12 @@ def test_solve_says_when_nothing_fits(graph_file: Path, capsys: pytest.CaptureFi
     assert list(graph_file.parent.iterdir()) == [graph_file]
 
 
-def test_solve_refuses_an_invalid_output_before_solving(
-    graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = graph_file.read_text()
-    for output, code, word in [
-        (graph_file, 2, "is an input of this command: name another file"),
-        (tmp_path, 1, "is a folder"),
-        (tmp_path / "none" / "plan.json", 1, "there is no folder"),
-    ]:
-        refused(call(capsys, "solve", graph_file, "--budget", "1B", "-o", output), code, str(output), word)
-    assert graph_file.read_text() == before
-    assert list(tmp_path.iterdir()) == [graph_file]
-
-
 @pytest.mark.parametrize("name", ["info", "solve"])
 def test_a_broken_file_is_one_line(name: str, graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph_file.write_text(graph_file.read_text()[:300])
     more = ["--budget", "60%"] if name == "solve" else []
     refused(call(capsys, name, graph_file, *more), 1, f"{graph_file}: the file is cut short")
     refused(call(capsys, name, graph_file.parent / "none.json", *more), 1, "there is no such file")
-
-
-def test_solve_wants_a_graph_and_run_a_plan(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan_file = tmp_path / "plan.json"
-    assert call(capsys, "solve", graph_file, "--budget", "100%", "-o", plan_file).code == 0
-    refused(call(capsys, "solve", plan_file, "--budget", "60%"), 1, "holds a plan, but a graph is expected")
-    refused(call(capsys, "run", graph_file, "--model", "zoo:mlp"), 1, "holds a graph, but a plan is expected")
 
 
 def test_a_message_of_many_lines_is_printed_in_one(

@@ -13,9 +13,7 @@ from graphs.ir import Graph
 from planner.capture.workload.models import Workload
 from planner.capture.workload.workload import parse_spec
 from planner.measure.run_plan import RunReport
-from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
-from planner.plans.solve import solve
 from planner.progress import LineView
 from planner.settings.option_settings import OptionSettings
 from planner.settings.plan import PlanSettings
@@ -68,13 +66,6 @@ def test_trace_passes_its_options_on(asked: Any, tmp_path: Path, capsys: pytest.
     assert asked.calls[1][1] == PlanSettings(measure_link=True, name=TINY)
 
 
-def test_trace_refuses_invalid_arguments_before_building_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(call(capsys, "trace", "zoo:none", "-o", tmp_path / "none" / "model.json"), 1, "there is no folder")
-    refused(call(capsys, "trace", "zoo:none", "-o", tmp_path / "model.json"), 2, "'none'", "gpt2")
-    refused(call(capsys, "trace", "none.py:build", "-o", tmp_path / "model.json"), 1, "none.py is not there")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_run_reports_and_has_a_code_for_gradients_that_differ(
     asked: Any, graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,13 +113,6 @@ def test_from_a_model_to_a_measured_step(model: str, tmp_path: Path, capsys: pyt
     assert read_plan(plan_file).overhead > 0
     other = model.replace("batch=256", "batch=128")
     refused(call(capsys, "run", plan_file, "--model", other), 1, "the plan is for another graph", "128")
-
-
-def test_run_needs_a_model_where_the_plan_names_none(asked: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan_file = tmp_path / "plan.json"
-    write_plan(solve(chain(), "60%"), plan_file)
-    refused(call(capsys, "run", plan_file), 2, "does not name a model that can be built: add --model")
-    assert not asked.calls
 
 
 def test_a_model_of_any_size_is_traced_for_a_device_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

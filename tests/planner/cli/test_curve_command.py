@@ -59,30 +59,6 @@ def test_options_are_drawn_and_written_beside(graph_file: Path, tmp_path: Path, 
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "word"),
-    [
-        (["--link", "1GB/s"], 2, "link given, but no option that transfers tensors"),
-        (["--options", "offload", "--solver", "dtr"], 1, "the solver 'dtr' recomputes only"),
-        (["--budgets", "8"], 0, "least feasible"),
-        (["--budgets", "0"], 2, "'0' is not a whole number"),
-        (["--budgets", "8GB,9"], 2, "has no unit"),
-        (["--jobs", "0"], 2, "--jobs"),
-        (["--plot", "{folder}/c.sing"], 2, "does not end in a format of figures"),
-        (["--plot", "{folder}/none/c.png"], 1, "there is no folder"),
-        (["-o", "{folder}/none/c.csv"], 1, "there is no folder"),
-    ],
-)
-def test_options_are_refused_in_one_line(
-    arguments: list[str], code: int, word: str, graph_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["curve", str(graph_file), "--jobs", "1", *(a.format(folder=graph_file.parent) for a in arguments)]) == code
-    out, err = capsys.readouterr()
-    assert word in (err if code else out)
-    assert err.count("\n") == (1 if code else 0)
-    assert sorted(graph_file.parent.iterdir()) == [graph_file]
-
-
 ENDLESS = """
 import os, time
 from pathlib import Path

@@ -348,14 +348,6 @@ def test_compare_command_accepts_options(graph: Graph, tmp_path: Path) -> None:
     assert "| budget | save-on-cpu | delta | bound |" in (tmp_path / "out" / "table.md").read_text()
 
 
-def test_compare_command_reports_invalid_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", str(tmp_path / "none.json"), "-o", str(tmp_path / "out")]) == 1
-    assert "none.json" in capsys.readouterr().err
-    assert main(["compare", "zoo:gpt2", "--methods", "magic", "-o", str(tmp_path / "out")]) == 2
-    assert "there is no method 'magic'" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.filterwarnings("error")
 def test_figures_where_no_method_fits(rows: list[ComparisonRow], tmp_path: Path) -> None:
     none = [replace(row, time_s=None, peak_bytes=None, bound_s=None, status="infeasible") for row in rows]

@@ -268,23 +268,6 @@ def test_show_command_writes_page_and_trace(files: tuple[str, str], tmp_path: Pa
     assert json.loads(capsys.readouterr().out) == {"output": str(html), "trace": None}
 
 
-def test_invalid_show_arguments_print_one_error(
-    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = tmp_path / "other.json"
-    write_graph(make_training_chain(5), other)
-    html = str(tmp_path / "report.html")
-    for arguments, code, said in (
-        ([files[0], "--graph", files[1]], 2, "nothing to write: name a page (-o report.html)"),
-        ([files[0], "--graph", files[1], "-o", files[0]], 2, "is an input of this command: name another file"),
-        ([files[0], "--graph", str(other), "-o", html], 1, "the plan is for another graph"),
-        ([files[0], "--graph", files[1], "-o", str(tmp_path / "no" / "r.html")], 1, "there is no folder"),
-    ):
-        assert main(["show", *arguments]) == code
-        assert said in capsys.readouterr().err
-    assert not Path(html).exists()
-
-
 def test_a_plan_finds_its_graph_wherever_both_are_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "here" / "plans").mkdir(parents=True)
     write_graph(graph(), tmp_path / "here" / "model.json")

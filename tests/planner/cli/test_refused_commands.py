@@ -1,0 +1,99 @@
+"""Commands that are refused in one line before they begin: they write nothing, and change no file."""
+
+from pathlib import Path
+
+import pytest
+
+from graphs.io.formats import write_graph
+from graphs.synthetic.small import make_training_chain
+from planner.plans.document import write_plan
+from planner.plans.solve import solve
+from tests.support.cli import call, chain, refused
+
+_OWN = "import torch\ndef build(width: int = 4):\n    return torch.nn.Linear(width, 1), None, (torch.ones(2, width),)\n"
+
+REFUSED = [
+    ("addresses {buffers} -o none/offsets.csv", 1, "there is no folder"),
+    ("addresses {buffers} --capacity 60%", 2, "is a share"),
+    ("addresses {buffers} --capacity 0", 2, "at least one byte"),
+    ("addresses {buffers} --capacity -5", 2, "--capacity"),
+    ("addresses {buffers} --time-limit 0", 2, "not a time above 0"),
+    ("addresses none.csv", 1, "there is no such file"),
+    ("advise zoo:mlp --roofline h100 --options placement", 2, "'placement' runs ops on other devices, which advice is not given"),
+    ("advise zoo:mlp --roofline h100 --options magic", 2, "no option 'magic'"),
+    ("advise zoo:mlp --roofline cpu --memory reserved", 2, "a model on the CPU"),
+    ("compare none.json -o rows", 1, "none.json"),
+    ("compare {graph} --methods magic -o rows", 2, "there is no method 'magic'"),
+    ("curve {graph} --link 1GB/s", 2, "link given, but no option that transfers tensors"),
+    ("curve {graph} --options offload --solver dtr --jobs 1", 1, "the solver 'dtr' recomputes only"),
+    ("curve {graph} --budgets 0", 2, "'0' is not a whole number"),
+    ("curve {graph} --budgets 8GB,9", 2, "has no unit"),
+    ("curve {graph} --jobs 0", 2, "--jobs"),
+    ("curve {graph} --plot c.sing", 2, "does not end in a format of figures"),
+    ("curve {graph} --plot none/c.png", 1, "there is no folder"),
+    ("curve {graph} -o none/c.csv", 1, "there is no folder"),
+    ("curve {graph} -o {graph}", 2, "is an input of this command: name another file"),
+    ("max-batch zoo:mlp --budget 8GB --link 50GB/s --roofline h200", 2, "link given, but no option that transfers tensors"),
+    ("max-batch zoo:mlp --budget 8GB --options shrink --roofline h200", 2, "there is no option 'shrink'"),
+    ("max-batch zoo:mlp --budget 8GB --vary seq --roofline h200", 2, "name another with --vary"),
+    ("max-batch zoo:mlp --budget 8GB --multiple-of 8 --limit 7 --roofline h200", 2, "--limit 7 is below --multiple-of 8"),
+    ("max-batch zoo:mlp --roofline h200", 2, "--budget"),
+    ("max-batch zoo:mlp --budget 60% --roofline h200", 2, "a share of a peak, which changes with the batch"),
+    ("max-batch zoo:mlp --budget 8 --roofline h200", 2, "has no unit"),
+    ("max-batch zoo:mlp --budget 8GB --limit 0 --roofline h200", 2, "--limit"),
+    ("max-batch zoo:mlp,batch=x --budget 8GB --roofline h200", 2, "a size that varies is a whole number above 0"),
+    ("max-batch zoo:none --budget 8GB --roofline h200", 2, "gpt2"),
+    ("max-batch zoo:mlp --budget 8GB --batch-option size --roofline h200", 2, "that is the batch size with --batch-option"),
+    ("max-batch {own}:build --budget 8GB --roofline h200", 2, "has no option 'batch'"),
+    ("max-batch zoo:mlp,width=64 --budget 1kB --limit 4 --roofline h200", 3, "not even a batch of 1"),
+    ("max-batch zoo:mlp --budget 8GB --memory device --roofline cpu", 2, "give memory='allocated'\n"),
+    ("run {graph} --model zoo:mlp", 1, "holds a graph, but a plan is expected"),
+    ("run {plan}", 2, "does not name a model that can be built: add --model"),
+    ("show {plan} --graph {graph}", 2, "nothing to write: name a page (-o report.html)"),
+    ("show {plan} --graph {graph} -o {plan}", 2, "is an input of this command: name another file"),
+    ("show {plan} --graph {other} -o report.html", 1, "the plan is for another graph"),
+    ("show {plan} --graph {graph} -o none/report.html", 1, "there is no folder"),
+    ("solve {graph} --budget 60% --options magic", 2, "there is no option 'magic' of a graph"),
+    ("solve {graph} --budget 60% --options chunks", 2, "traced without the option 'chunks'"),
+    ("solve {graph} --budget 1B -o {graph}", 2, "is an input of this command: name another file"),
+    ("solve {graph} --budget 1B -o {folder}", 1, "is a folder"),
+    ("solve {graph} --budget 1B -o none/plan.json", 1, "none/plan.json"),
+    ("solve {graph} --budget 60% --write-model x.lp", 2, "add --solver checkmate"),
+    ("solve {plan} --budget 60%", 1, "holds a plan, but a graph is expected"),
+    ("trace zoo:none -o none/model.json", 1, "there is no folder"),  # before the model is built
+    ("trace zoo:none -o x.json", 2, "unknown zoo model 'none': choose from"),
+    ("trace none.py:build -o x.json", 1, "none.py is not there"),
+    ("trace zoo:mlp,magic=3 -o x.json", 2, "mlp has no option 'magic'"),
+    ("trace zoo:mlp,layers=x -o x.json", 2, "option 'layers' of mlp is 'x': must be a whole number"),
+    ("trace zoo:mlp,layers=1,width=4 -o x.json --other-devices gpu7", 2, "there is no device 'gpu7'"),
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("given")
+    found = {"folder": folder, "graph": folder / "model.json", "other": folder / "other.json", "plan": folder / "plan.json"}
+    found |= {"buffers": folder / "buffers.csv", "own": folder / "own.py"}
+    write_graph(chain(), found["graph"])
+    write_graph(make_training_chain(5), found["other"])
+    write_plan(solve(chain(), "100%"), found["plan"])
+    found["buffers"].write_text("id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\n")
+    found["own"].write_text(_OWN)
+    return found
+
+
+@pytest.mark.parametrize(("command", "code", "said"), REFUSED, ids=[command for command, _, _ in REFUSED])
+def test_it_is_refused_in_one_line(
+    command: str,
+    code: int,
+    said: str,
+    files: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.read_bytes() for path in files["folder"].iterdir() if path.is_file()}
+    refused(call(capsys, *command.format(**files).split()), code, said)
+    assert {path: path.read_bytes() for path in files["folder"].iterdir() if path.is_file()} == before
+    assert not list(tmp_path.iterdir())

@@ -26,13 +26,19 @@ from planner.torch_private.distributed import get_default_store
 _ASKED_EVERY = timedelta(seconds=2)
 _steps = count()
 _key = "remat-planner/failure"
+_telling = 0  # contexts in which this process tells its failures, and asks for those of others
 _ended_by = ""  # why this process has given up waiting in this step
 _neighbours: dict[int, Path] = {}  # where Linux shows the state of each process of this machine, by its rank
 
 
 def begin_step() -> None:
-    """Forget failures of earlier steps; all processes begin the same steps, in the same order."""
+    """Forget failures of earlier steps; all processes begin the same steps, in the same order.
+
+    While they plan, which is like one long step, steps that they run belong to it.
+    """
     global _key, _ended_by  # of the whole process, as its group is
+    if _telling:
+        return
     _key, _ended_by = f"remat-planner/failure/{next(_steps)}", ""
     if not _neighbours:
         _neighbours.update(_find_neighbours())
@@ -51,7 +57,9 @@ def _find_neighbours() -> dict[int, Path]:
 
 @contextmanager
 def tell_failures() -> Iterator[None]:
-    """Tell the other processes of an exception inside the context."""
+    """Tell the other processes of an exception inside the context, and ask for theirs while this one waits for them."""
+    global _telling
+    _telling += 1
     try:
         yield
     except BaseException as error:
@@ -59,6 +67,8 @@ def tell_failures() -> Iterator[None]:
             if not (store := get_default_store()).check([_key]):  # else this failure follows from the one told
                 store.set(_key, f"rank {dist.get_rank()}: {typed_line(error)}")
         raise
+    finally:
+        _telling -= 1
 
 
 class ToldPasses:
@@ -74,20 +84,18 @@ class ToldPasses:
             return run(static, saved)
 
 
-def wait_for_others(work: dist.Work, *, in_step: bool = True) -> None:
+def wait_for_others(work: dist.Work) -> None:
     """Wait until a collective on the CPU has ended.
 
     In a step, those that were issued after one that the others have not joined are not waited for: in a thread of their own
-    there may be many.
-
-    Args:
-        in_step: False between steps, where a failure of the last one is past.
+    there may be many. Between steps a failure of the last one is past.
 
     Raises:
         PlannerError: another process has failed, ended or been stopped, and will not join it.
+        RuntimeError: the collective has failed by itself.
     """
     global _ended_by
-    if in_step and _ended_by:
+    if _telling and _ended_by:
         raise PlannerError(_ended_by)
     stopped = set[int]()
     while True:
@@ -100,7 +108,7 @@ def wait_for_others(work: dist.Work, *, in_step: bool = True) -> None:
             elif stopped:  # the store may be held by one of them
                 continue
             else:
-                reason = _find_failure() if in_step else ""
+                reason = _find_failure() if _telling else ""
                 reason = reason or _find_end(work, error)
             if reason:
                 _ended_by = reason
@@ -115,9 +123,15 @@ def _describe_stopped(rank: int) -> str:
 
 
 def _find_end(work: dist.Work, error: RuntimeError) -> str:
-    """Return that a process has ended if `work` has, with its `error`; "" if it is under way."""
+    """Return that a process has ended if `work` has, with its `error`; "" if it is under way.
+
+    Raises:
+        RuntimeError: the work has failed by itself, and no connection to another process has.
+    """
     if not work.is_completed() or work.exception() is None:
         return ""
+    if "gloo/transport" not in str(error):
+        raise error
     return f"a process that trains with this one has ended, and its own output says why ({first_line(error)})"
 
 

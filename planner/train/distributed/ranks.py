@@ -94,7 +94,7 @@ class Ranks(SingleProcess):
         extremes = torch.tensor([digest, -digest], device=collective_device(self._group))
         work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group, async_op=True)
         if work is not None and extremes.device.type == "cpu":
-            wait_for_others(work, in_step=False)
+            wait_for_others(work)
         elif work is not None:
             work.wait()
         return extremes.sum().item() == 0

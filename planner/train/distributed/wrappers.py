@@ -182,9 +182,11 @@ class Sharded(Unwrapped):
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Leave the parameters sharded; reshard those that are gathered."""
+        """Leave the parameters sharded; reshard those that are gathered. A process that fails tells the others."""
         self.reshard()
-        yield
+        begin_step()
+        with tell_failures():
+            yield
 
     def capture(
         self, loss_fn: LossFn | None, batch: Batch, settings: PlanSettings, variant: "CompileVariant | None" = None

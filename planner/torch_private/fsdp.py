@@ -43,9 +43,15 @@ def list_groups(states: Iterable[Any]) -> list[Any]:
     return [group for groups in found for group in groups if group is not None]
 
 
-def has_all_reduce_hook(group: Any) -> bool:
-    """Return True if gradients of `group` go through a hook of the user."""
-    return group._all_reduce_hook is not None
+def find_own_communication(group: Any) -> str:
+    """Return the method of FSDP2 by which the user has set a communication of `group`, "" if all of it is FSDP2's."""
+    setters = {
+        "set_all_reduce_hook": group._all_reduce_hook,
+        "set_custom_all_gather": group._all_gather_comm,
+        "set_custom_reduce_scatter": group._reduce_scatter_comm,
+    }
+    used = (name for name, made in setters.items() if made is not None and not type(made).__module__.startswith("torch."))
+    return next(used, "")
 
 
 def get_shard(parameter: Any) -> torch.Tensor:

@@ -83,7 +83,9 @@ class SizePlans:
             return self._make(batch, self._budget)
         except (InfeasibleError, LimitError) as error:
             sizes = ", ".join(str(list(leaf.shape)) for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor))
-            kept = ", with whole gradients of several batches in memory (set_requires_gradient_sync)" * self.in_other_mode
+            kept = (
+                ", with whole gradients of several batches in memory (set_requires_gradient_sync)" * self._wrapper.sums_gradients
+            )
             raise type(error)(f"for a batch of {sizes}{kept}: {error}") from error
 
 

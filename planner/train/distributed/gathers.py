@@ -41,6 +41,11 @@ class _PlacedUnit:
         self.reduction = unit.build_reduction(trained) if trained and unit.reduces else None
         self.additions = {p.sum_name: unit.build_addition(p) for p in trained} if unit.adds else {}
 
+    def list_unused(self) -> list[str]:
+        """Return the names of parameters that are not frozen and have no gradient."""
+        found = (self.unread | self.gathered).items()
+        return [p.name for t, p in found if t not in self.trained and p.sharded.requires_grad]
+
     def describe(self, measure: Callable[[Collective], CollectiveCost], device: torch.device) -> Unit:
         """Return the unit as data, with measured costs."""
         assert self.gather is not None
@@ -87,6 +92,11 @@ def add_units(captured: Capture, units: Iterable[ShardedUnit], measure: Callable
     for unit in placed:
         if returned := [p.name for t, p in (*unit.unread.items(), *unit.gathered.items()) if t in own]:
             raise TraceError(f"the step returns the parameter {returned[0]} itself, which is sharded: return a copy (clone())")
+        if unit.unit.reduces_unused and (unused := unit.list_unused()):
+            raise TraceError(
+                f"set_reduce_scatter_unused_params(True) on {unit.unit.name}, but the step does not train {unused[0]}, whose "
+                "gradient would be None and not zeros: freeze it, or leave the setting out"
+            )
     device = torch.device(graph.device)
     unread = {t: p for unit in placed for t, p in unit.unread.items()}
     tensors = tuple(

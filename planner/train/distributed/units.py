@@ -1,6 +1,6 @@
 """The units of a model under ``fully_shard``: what is gathered and reduced together, and the model as it is captured."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +19,13 @@ from planner.runtime.sharding import Unsharded
 from planner.torch_private.core import FakeTensorMode, get_local_tensor, pytree
 from planner.torch_private.fsdp import (
     build_dtensor,
+    find_own_communication,
     flatten_mesh,
     get_gradient_divide_factors,
     get_gradient_sum,
     get_mixed_precision,
     get_shard,
     get_sharding,
-    has_all_reduce_hook,
     list_groups,
     list_modules,
     list_states,
@@ -119,7 +119,7 @@ class ShardedUnit:
         """True if gradients are to be reduced, as ``set_requires_gradient_sync`` says.
 
         Raises:
-            PlannerError: they are to be reduced in a part of the mesh only.
+            PlannerError: they are to be reduced in a way that is not planned.
         """
         reduces: bool = self._group.reduce_grads
         if reduces and not self._group.all_reduce_grads and self._replicas is not None:
@@ -127,7 +127,19 @@ class ShardedUnit:
                 f"set_requires_all_reduce(False) on {self.name}, but a planned step reduces gradients over the whole mesh: use "
                 "set_requires_gradient_sync(False), which keeps whole gradients"
             )
+        if setter := find_own_communication(self._group):
+            raise PlannerError(f"{setter}() on {self.name}, but a planned step has its own collectives: leave it out")
         return reduces
+
+    @property
+    def division(self) -> tuple[float | None, bool]:
+        """What FSDP2 was told of the division of gradients: the divisor, and if collectives are to be sums only."""
+        return self._group.gradient_divide_factor, self._group.force_sum_reduction_for_comms
+
+    @property
+    def reduces_unused(self) -> bool:
+        """True if parameters that a step does not train are to have zeros as gradients (PyTorch 2.13)."""
+        return getattr(self._group, "reduce_scatter_unused_params", False)
 
     @property
     def adds(self) -> bool:
@@ -159,18 +171,18 @@ class ShardedUnit:
             )
         dtype, device = self._group.mp_policy.reduce_dtype or dtypes.pop(), parameters[0].sharded.device.type
         before, after, op, op_of_replicas = get_gradient_divide_factors(
-            self._mesh.shard_process_group,
-            replicas,
-            dtype,
-            device,
-            self._group.gradient_divide_factor,
-            self._group.force_sum_reduction_for_comms,
+            self._mesh.shard_process_group, replicas, dtype, device, *self.division
         )
+        if device == "cpu" and op == dist.ReduceOp.PREMUL_SUM:
+            raise TraceError(
+                f"set_gradient_divide_factor({self.division[0]}) on {self.name} needs a reduction that gloo does not have: call "
+                "set_force_sum_reduction_for_comms(True) too"
+            )
         packed, group = tuple(p.packed for p in parameters), self._mesh.shard_process_group
         between = None
         if device == "cpu" and op == dist.ReduceOp.AVG:  # gloo sums and divides, with the same bits, in memory of its own
             between, op = group.size(), dist.ReduceOp.SUM
-            if replicas is not None:
+            if replicas is not None and op_of_replicas == dist.ReduceOp.AVG:
                 after, op_of_replicas = replicas.size(), dist.ReduceOp.SUM
         return Reduction(packed, group, replicas, dtype, shard_dtypes.pop(), (before, between, after), (op, op_of_replicas))
 
@@ -187,8 +199,6 @@ def _check_group(group: Any, name: str) -> None:
         reason = f"has reshard_after_forward={after.shard_mesh_size}: give True or False, as the plan decides what stays gathered"
     elif type(group.offload_policy).__name__ == "CPUOffloadPolicy":
         reason = "has a CPUOffloadPolicy: leave out offload_policy="
-    elif has_all_reduce_hook(group):
-        reason = "has an all-reduce hook: leave it out"
     if reason is not None:
         raise TraceError(f"the unit {name} of fully_shard {reason}")
 
@@ -246,8 +256,8 @@ class ConstantsAndSums(Mapping[str, torch.Tensor]):
 class UnitPasses:
     """A stage of a step on units: sums of gradients are freed once they are reduced.
 
-    Like FSDP2, a backward pass does what ``set_requires_gradient_sync`` has said before it. But the forward pass has chosen its
-    plan by then.
+    Like FSDP2, a backward pass does what methods as ``set_requires_gradient_sync`` have said before it. But the forward pass has
+    chosen its plan by then.
     """
 
     def __init__(self, units: Sequence[ShardedUnit]) -> None:
@@ -266,9 +276,9 @@ class UnitPasses:
         """
         if saved.pop() != describe_synchronization(self._units):
             raise PlannerError(
-                "set_requires_gradient_sync was called between a forward and its backward pass, or the sums of gradients that "
-                "this step adds to have been reduced by another one: set it before the forward pass, and run its backward pass "
-                "before the next step"
+                "set_requires_gradient_sync was called between a forward and its backward pass, or another method that changes "
+                "reductions, or the sums of gradients that this step adds to have been reduced by another one: set it before the "
+                "forward pass, and run its backward pass before the next step"
             )
         gradients = run(static, saved)
         for unit in self._units:
@@ -277,9 +287,9 @@ class UnitPasses:
         return gradients
 
 
-def describe_synchronization(units: Sequence[ShardedUnit]) -> tuple[tuple[bool, bool], ...]:
-    """Return what is done with the gradients of each unit: if they are reduced, and if they are added to earlier ones."""
-    return tuple((unit.reduces, unit.adds) for unit in units)
+def describe_synchronization(units: Sequence[ShardedUnit]) -> Hashable:
+    """Return what is done with the gradients of each unit: all that methods of FSDP2 may change between two steps."""
+    return tuple((unit.reduces, unit.adds, unit.division, unit.reduces_unused) for unit in units)
 
 
 class Sharding(Unsharded):

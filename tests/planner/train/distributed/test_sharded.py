@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import planner
@@ -34,7 +35,8 @@ from planner.measure.steps import measure_memory
 from planner.memory.least_budget import find_least_budget
 from planner.settings.budget import Bytes
 from planner.torch_private.distributed import get_default_store
-from planner.train.distributed.failures import wait_for_others
+from planner.train.compile.compiler import Compiler
+from planner.train.distributed.failures import tell_failures, wait_for_others
 from planner.train.distributed.wrappers import unwrap
 from solvers.bounds import bound_least_budget
 from tests.support.budgets import HALF_WAY
@@ -276,14 +278,25 @@ def check_options_of_steps(rank: int) -> None:
     assert "pack" in str(step.measured.provenance)
 
 
-def check_divide_factor(rank: int) -> None:
-    def divide(model: nn.Module) -> None:
-        for module in (model, *model.blocks):
-            module.set_gradient_divide_factor(3.0)
-            module.set_force_sum_reduction_for_comms(True)
-
+def check_divide_factor(rank: int, *, factors: tuple[float, ...] = (3.0, 5.0), only_sums: bool = True, **options: Any) -> None:
+    """The divisor of gradients is FSDP2's in each step, also where it has changed since the plan was made."""
     torch.manual_seed(0)
-    train(rank, Net(), shard, budget="100%", before=divide)
+    eager, planned = (shard(copy.deepcopy(net), **options) for net in [Net()] * 2)
+    batch = make_batch(rank)
+
+    def divide(factor: float) -> None:
+        for module in (eager, *eager.blocks, planned, *planned.blocks):
+            module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(only_sums)
+
+    divide(factors[0])
+    step = planner.compile(planned, compute_loss, batch, budget="1GB", **SETTINGS)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (eager, planned)]
+    for turn, factor in enumerate(factors):
+        divide(factor)
+        run_both(eager, step, batch, None, seed=turn + rank)
+        update_both(eager, planned, optimizers)
+    assert len(step.plans) == len(factors)
 
 
 def check_least(rank: int) -> None:
@@ -427,8 +440,36 @@ def check_refusals(rank: int) -> None:
     extended = Net()
     extended.head.weight = nn.Parameter(Extended(extended.head.weight.detach()))
     refuse(shard(extended), r"the parameter head\.weight is a Extended, whose fsdp_pre_all_gather is not planned")
+    premultiplied = shard(Net())
+    premultiplied.set_gradient_divide_factor(3.0)
+    refuse(
+        premultiplied, r"factor\(3\.0\) on root needs a reduction that gloo does not have: call set_force_sum_reduction_for_com"
+    )
+    with pytest.raises(RuntimeError, match="Cannot use ReduceOp"):  # of the collective, and of no other process
+        wait_for_others(dist.all_reduce(torch.ones(1), torch.distributed._make_nccl_premul_sum(3.0), async_op=True))
+    unused = Net()
+    unused.blocks[0].more = nn.Linear(2, 2)
+    shard(unused).set_reduce_scatter_unused_params(True)
+    refuse(unused, r"set_reduce_scatter_unused_params\(True\) on blocks\.0, but the step does not train blocks\.0\.more\.weight")
     with pytest.raises(TraceError, match=r"kernels='inductor' is not planned under fully_shard"):
         planner.compile(shard(Net()), compute_loss, batch, budget="1GB", kernels="inductor")
+
+
+class OwnReduction(DefaultReduceScatter):
+    """A reduction that is not FSDP2's."""
+
+
+def check_own_communication(rank: int) -> None:
+    """A collective that is not FSDP2's is refused, also in a step that was planned before it was set."""
+    model, batch = shard(Net()), make_batch(rank)
+    step = planner.compile(model, compute_loss, batch, budget="1GB", **SETTINGS)
+    model.blocks[1].set_custom_reduce_scatter(OwnReduction())
+    with pytest.raises(PlannerError, match=r"set_custom_reduce_scatter\(\) on blocks\.1, but a planned step has its own collect"):
+        step(*batch)
+    model.blocks[1].set_custom_reduce_scatter(DefaultReduceScatter())
+    model.set_all_reduce_hook(torch.zero_)
+    with pytest.raises(PlannerError, match=r"set_all_reduce_hook\(\) on root, but a planned step has its own collectives"):
+        step(*batch)
 
 
 def check_refusals_of_meshes(rank: int) -> None:
@@ -452,7 +493,11 @@ def check_refusals_of_meshes(rank: int) -> None:
 
 def test_two_processes_train_as_fsdp2(tmp_path: Path) -> None:
     tied = partial(check_bits, model={"tied": True, "frozen": True})
-    on_processes(2, (tied, check_peak_in_a_reduction, check_capture, check_comparison, check_refusals), tmp_path)
+    on_processes(2, (tied, check_peak_in_a_reduction, check_capture, check_comparison), tmp_path)
+
+
+def test_settings_of_reductions(tmp_path: Path) -> None:
+    on_processes(2, (check_divide_factor, check_own_communication, check_refusals), tmp_path)
 
 
 def test_collectives_overlap_with_computation(tmp_path: Path) -> None:
@@ -505,8 +550,8 @@ def test_planning_takes_no_more_than_the_budget(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_in_half_precision(tmp_path: Path) -> None:
-    policies = (partial(check_bits, policy={"mp_policy": policy}) for policy in (HALF, CAST, SIXTEEN))
-    on_processes(2, (*policies, check_divide_factor), tmp_path)
+    policies = tuple(partial(check_bits, policy={"mp_policy": policy}) for policy in (HALF, CAST, SIXTEEN))
+    on_processes(2, policies, tmp_path)
 
 
 @pytest.mark.slow
@@ -532,7 +577,8 @@ def test_hybrid_mesh_on_four_processes(tmp_path: Path) -> None:
     hybrid = partial(check_bits, hybrid=True)
     half = partial(check_bits, hybrid=True, policy={"mp_policy": HALF})
     sixteen = partial(check_bits, hybrid=True, policy={"mp_policy": SIXTEEN})
-    on_processes(4, (hybrid, half, sixteen, check_refusals_of_meshes), tmp_path)
+    factor = partial(check_divide_factor, factors=(2.0,), only_sums=False, hybrid=True)  # with 2, the only one gloo has
+    on_processes(4, (hybrid, half, sixteen, factor, check_refusals_of_meshes), tmp_path)
 
 
 def leave_alone(rank: int, *, how: str, settings: dict[str, Any]) -> None:
@@ -549,7 +595,7 @@ def leave_alone(rank: int, *, how: str, settings: dict[str, Any]) -> None:
         assert str(raised.value).count("waited for") == (how != "ends")
         assert time.monotonic() - begun < 7
         begun, later = time.monotonic(), dist.all_reduce(torch.ones(1), async_op=True)
-        with pytest.raises(PlannerError, match=re.escape(str(raised.value))):
+        with tell_failures(), pytest.raises(PlannerError, match=re.escape(str(raised.value))):
             wait_for_others(later)
         assert time.monotonic() - begun < 1.9  # what was issued after it is not waited for
         store.set(f"ended {rank}", "")
@@ -559,6 +605,26 @@ def leave_alone(rank: int, *, how: str, settings: dict[str, Any]) -> None:
             step(*bad)
         store.wait([f"ended {other}" for other in range(dist.get_world_size()) if other != 1])
     os._exit(0)  # the group is of no more use
+
+
+def fail_to_plan(rank: int) -> None:
+    """Rank 1 has no memory for what it does alone while all plan, and stays: rank 0 hears of it."""
+    model, batch, store = shard(Net()), make_batch(rank), get_default_store()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(Compiler, "_make_executor", lambda *_: bytearray(1 << 62))
+        said = "^out of memory while rehearsing" if rank else "^rank 1: OutOfMemoryError: .* waited for that one"
+        with pytest.raises(PlannerError, match=said):
+            planner.compile(model, compute_loss, batch, budget="100%", **SETTINGS)
+    if rank:
+        store.wait(["heard"])
+    else:
+        store.set("heard", "")
+    os._exit(0)  # the group is of no more use
+
+
+def test_a_process_that_fails_to_plan_is_not_waited_for(tmp_path: Path) -> None:
+    on_processes(2, (fail_to_plan,), tmp_path)
 
 
 def stop_alone(rank: int, *, when: str, settings: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.support.cli import call
 
 MLP = "zoo:mlp,layers=4,batch=512,width=128"
-LARGE = "zoo:mlp,layers=2,batch=4096,width=512"
+LARGE = "zoo:mlp,layers=1,batch=4096,width=512"
 QUICK = ("--time-limit", "3", "--quiet")
 
 

@@ -89,7 +89,7 @@ def test_every_way_has_times_of_the_host_and_of_kernels(tmp_path: Path, monkeypa
 
 def test_a_step_trains_under_a_cap_that_eager_pytorch_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def wide(*, device: str) -> Workload:
-        return on_device(build("mlp", batch=4096, layers=12, width=256, classes=3), f"{device}:0")
+        return on_device(build("mlp", batch=16384, layers=12, width=64, classes=3), f"{device}:0")
 
     monkeypatch.setattr(capped, "MODELS", {"wide": wide})
     with cuda_device(capacity_bytes=2**30) as machine:

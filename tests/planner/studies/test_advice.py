@@ -211,5 +211,5 @@ def test_a_slow_search_for_the_least_budget_leaves_time_to_solve_for_it(graph: G
 
     monkeypatch.setattr(budget_analysis, "find_least_budget", slow)
     monkeypatch.setattr(budget_analysis, "solve_in_order", noted)
-    advice = advised(graph)
+    advice = advised(graph, options=())
     assert advice.least.budget_bytes in solved and min(solved.values()) > 0.1

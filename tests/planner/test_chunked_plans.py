@@ -31,6 +31,7 @@ from planner.show.report.graph_text import describe_graph
 from planner.train.compile.compare_eager import warn_of_differences
 from tests.support.cli import call, refused
 from tests.support.models.alternatives import in_chunks, make, optional_ops, plan_of, schedule_with
+from tests.support.raised_warnings import raise_warnings
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +110,7 @@ def test_training_with_chunks_reports_rounding_without_warnings(
 
     monkeypatch.setattr(search, "solve_graph", solved)
     model, loss_fn, batch = workload
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", EagerWarning)
+    with raise_warnings(EagerWarning):
         step = training.compile(model, loss_fn, batch, budget="1GB", options=["chunks"], passes=1, cache=tmp_path)
         again = training.compile(model, loss_fn, batch, budget="1GB", options=["chunks"], passes=1, cache=tmp_path)
     assert asked == [("chunks",)] and again.plan.differs == step.plan.differs != ()

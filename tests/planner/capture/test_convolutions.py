@@ -1,7 +1,5 @@
 """Convolutions are not recomputed where cuDNN chooses their algorithm by timing."""
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +9,7 @@ from graphs.ir import Graph
 from planner.capture.kernels.variants import CompileVariant
 from planner.capture.rewrites import convolutions
 from planner.capture.trace import capture, capture_kernels
+from tests.support.raised_warnings import raise_warnings
 
 
 def _model() -> nn.Module:
@@ -31,8 +30,7 @@ def test_convolutions_chosen_by_timing_are_not_recomputed(monkeypatch: pytest.Mo
     with pytest.warns(UserWarning, match=r"cudnn.benchmark is True: .* 2 convolutions are not recomputed"):
         assert _recomputable(_captured()) == [False, False]
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with raise_warnings(UserWarning):
         assert _recomputable(_captured()) == [True, True]
 
 

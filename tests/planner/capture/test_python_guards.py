@@ -2,7 +2,6 @@
 
 import copy
 import re
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ import planner
 from benchmarks.models.parts import FunctionModule
 from graphs.errors import MismatchError, TraceError
 from planner.capture.trace import capture
+from tests.support.raised_warnings import raise_warnings
 
 CONFIG = SimpleNamespace(alpha=0.5)
 WEIGHTS = torch.ones(4)
@@ -291,8 +291,7 @@ def test_values_of_the_first_step_are_set_before_planning(batch: tuple[torch.Ten
 def test_unread_values_and_tensor_counters_work(kind: str, batch: tuple[torch.Tensor, ...]) -> None:
     model, other = Stateful(kind), Stateful(kind)
     other.load_state_dict(model.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with raise_warnings(UserWarning):
         step = planner.compile(model, F.mse_loss, batch, budget="100%")
     for _ in range(3):
         assert torch.equal(step(*batch), F.mse_loss(other(batch[0]), batch[1]))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
+from tests.support.raised_warnings import raise_warnings
 
 RANK = torch.library.custom_op("planner_tests::rank", lambda x: 1 + x.argsort(), mutates_args=(), schema="(Tensor x) -> Tensor")
 RANK.register_fake(lambda x: torch.empty_like(x, dtype=torch.int64))
@@ -37,8 +38,7 @@ class Ranked(nn.Module):
 
 
 def test_integers_are_computed_where_zeros_are_refused() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # that the time of an op is modelled
+    with raise_warnings():  # that the time of an op is modelled
         graph = planner.trace(Ranked(), None, (torch.randn(8),), passes=1)
     (pick,) = (op for op in graph.ops if op.target.startswith("planner_tests.pick"))
     assert pick.time_s > 0

@@ -17,6 +17,7 @@ from planner.capture.frontend.random_states import RandomStates
 from planner.measure.unrepeatable_ops import UNREPEATABLE
 from planner.train.compile.step import PlannedStep
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
+from tests.support.raised_warnings import raise_warnings
 
 Operator = Callable[[torch.Tensor], torch.Tensor]
 OWN = torch.Generator().manual_seed(0)
@@ -123,8 +124,7 @@ def test_untagged_random_operators_are_not_recomputed_under_torch_compile(name: 
 def test_tagged_operators_are_computed_again_with_the_same_numbers(x: torch.Tensor) -> None:
     model = Net(TAGGED)
     wanted = gradients(model, model, x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with raise_warnings():
         step = planned(model, x, tight(model, x))
     assert computed_again(step, "planner_tests.tagged")
     assert all(map(torch.equal, wanted, gradients(model, step, x)))
@@ -139,8 +139,7 @@ def test_operator_with_private_generator_is_detected_by_differing_results(x: tor
 @pytest.mark.slow
 def test_deterministic_custom_operator_is_recomputed(x: torch.Tensor) -> None:
     model = Net(SCALING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with raise_warnings():
         step = planned(model, x, tight(model, x))
     assert computed_again(step, "planner_tests.scaling")
 
@@ -152,8 +151,7 @@ def test_cached_plan_remembers_unrepeatable_ops(tmp_path: Path, x: torch.Tensor)
         budget = tight(model, x)
     with pytest.warns(UserWarning, match="computed once"):
         first = planned(model, x, budget, cache=tmp_path, wait="1%")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with raise_warnings():
         again = planned(model, x, budget, cache=tmp_path, wait="1%")
     assert again.measured is None
     assert again.plan.schedule == first.plan.schedule

@@ -1,7 +1,6 @@
 """``torch.compile(model, backend="planner")``: exact, within its budget, and at home among Dynamo's guards and graph breaks."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from planner.capture.step import TrainingStep
 from planner.measure.steps import measure_memory, measure_outcome
 from tests.support.budgets import HALF_WAY
 from tests.support.models.steps import make, norm_twice
+from tests.support.raised_warnings import raise_warnings
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
 
@@ -175,8 +175,7 @@ def test_each_shape_gets_a_plan_once(solves: list[int]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
     step = compiled(model, budget="100MB")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with raise_warnings(UserWarning):
         for size in (3, 5, 3, 5, 7):
             step(torch.randn(size, 8)).sum().backward()
     assert solves == [10**8] * 3
@@ -202,8 +201,7 @@ def test_a_model_in_eval_mode_is_another_graph_that_trains_too(solves: list[int]
     model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.5), nn.Linear(64, 3))
     twin, x = copy.deepcopy(model), torch.randn(32, 16)
     step = compiled(twin, budget="1GB")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # the two share no budget: one of them runs at a time
+    with raise_warnings(UserWarning):  # the two share no budget: one of them runs at a time
         for training in (True, False, True, False):
             for run, of in ((model, model), (step, twin)):
                 of.train(training).zero_grad()

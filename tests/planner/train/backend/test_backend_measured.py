@@ -35,6 +35,7 @@ from tests.support.models.backend import (
     tight,
     wav2vec2,
 )
+from tests.support.raised_warnings import raise_warnings
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore")]
 
@@ -230,8 +231,7 @@ def test_measuring_leaves_no_trace() -> None:
 def test_a_second_model_with_the_same_options_has_a_budget_of_its_own(solves: list[object]) -> None:
     options = {"budget": "1MB", "time_limit_s": 10, "tolerance": 0.1}
     x, losses = torch.randn(64, 32), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with raise_warnings(UserWarning):
         for model in (stack(2), stack(3)):
             run = torch.compile(model, backend="planner", dynamic=False, options=options)
             losses.append(run(x).sum())  # the first model's tensors are still there

@@ -22,6 +22,7 @@ from planner.train.backend import checkpoint
 from tests.support.distributed import on_two
 from tests.support.logs import lines_of
 from tests.support.models.backend import measured_bytes, stack, step_of
+from tests.support.raised_warnings import raise_warnings
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
 
@@ -240,8 +241,7 @@ def check_ddp(rank: int) -> None:
     ends = []
     for budget in ("1MB", None):
         model = planner.checkpoint(small(), budget=budget, **QUICK)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)  # of several graphs, say
+        with raise_warnings(UserWarning):  # of several graphs, say
             ends.append(train(model, (32, 32, 5), lambda model: DistributedDataParallel(model, bucket_cap_mb=1)))
     assert all(map(torch.equal, *ends))
     dist.barrier()
@@ -351,8 +351,7 @@ def test_a_model_that_first_runs_where_nothing_is_captured_is_planned_later(
         called(torch.ones(size, 32)).sum().backward()
         return [p.grad for p in called.parameters()]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with raise_warnings():
         for size, is_watched, planned in ((4, True, 0), (4, False, 1), (4, True, 1), (6, True, 1), (6, False, 2), (4, False, 2)):
             with watching() if is_watched else nullcontext():
                 found = gradients(model, size)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,6 +19,7 @@ from planner.plans.document import write_plan
 from planner.settings.budget import Share, read_budget
 from tests.support.models.planned import compiled_with_cache, workload
 from tests.support.processes import run_apart
+from tests.support.raised_warnings import raise_warnings
 
 
 def test_a_plan_is_solved_once(tmp_path: Path, solves: list[object]) -> None:
@@ -152,8 +152,7 @@ def test_a_spoiled_plan_is_replaced(spoil: Any, said: str, tmp_path: Path, solve
     with pytest.warns(UserWarning, match=f"cannot be used, and the step is planned again: .*({said})"):
         compiled_with_cache(tmp_path)
     assert len(solves) == 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with raise_warnings(UserWarning):
         compiled_with_cache(tmp_path)
     assert len(solves) == 2
 
@@ -236,6 +235,5 @@ def test_processes_share_a_cache_folder(tmp_path: Path) -> None:
 
 def write_fingerprint(cache: Path, file: Path) -> None:
     """Plan with a cache, and write the fingerprint of the graph that was planned."""
-    warnings.simplefilter("error", UserWarning)
-    warnings.filterwarnings("ignore", "the captured step takes", UserWarning)  # a busy machine changes times
-    file.write_text(compiled_with_cache(cache).plan.graph.fingerprint)
+    with raise_warnings(UserWarning):
+        file.write_text(compiled_with_cache(cache).plan.graph.fingerprint)

@@ -1,6 +1,5 @@
 """Numbers that a step reads and that change: the step follows them, without another plan where only arguments of ops differ."""
 
-import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from torch import nn
 import planner
 from graphs.errors import MismatchError
 from planner.train.compile.compiler import Compiler
+from tests.support.raised_warnings import raise_warnings
 
 SETTINGS = {"temperature": 1}
 
@@ -133,8 +133,7 @@ def test_numbers_change_while_smaller_batches_come(monkeypatch: pytest.MonkeyPat
     with pytest.warns(UserWarning, match="captured again: model.beta"):
         twins.compare(beta=0.25)
     twins.compare(rows=5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with raise_warnings():
         twins.compare(rows=5, beta=0.75)
         twins.compare()
 

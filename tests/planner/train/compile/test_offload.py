@@ -1,7 +1,6 @@
 """``planner.compile(..., options=["offload"])``, and what it goes with."""
 
 import json
-import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import EagerWarning, OutOfMemoryError, PlannerError
+from graphs.errors import OutOfMemoryError, PlannerError
 from graphs.io.formats import read_graph
 from graphs.pools import HOST
 from planner.capture.workload.models import Workload, build
@@ -22,6 +21,7 @@ from planner.runtime.executor import Executor
 from planner.settings.link import get_measured_link
 from tests.support.cli import call
 from tests.support.models.steps import make
+from tests.support.raised_warnings import raise_warnings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -93,9 +93,7 @@ def test_plans_with_copies_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (slower, {"host_budget": "1000MB", "link": 1e9}),
         (less, {"host_budget": "2GB"}),
     ):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            warnings.simplefilter("ignore", EagerWarning)  # that eager PyTorch is faster, which a busy machine may say
+        with raise_warnings(UserWarning):
             assert compiled(small(), cache=tmp_path, **options).plan == step.plan
     assert first.plan.copied and not plain.plan.copied
 

@@ -1,6 +1,5 @@
 """Plans inside the trainers' loops: one for the main size, cheaper ones for others, without a word for each."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from planner.train.compile import per_batch
 from planner.train.compile.per_batch import BatchPlans
 from planner.train.compile.step import PlannedStep
 from planner.train.distributed.wrappers import unwrap
+from tests.support.raised_warnings import raise_warnings
 
 QUICK = {"passes": 1, "tolerance": 0.05, "compare_eager": False}
 
@@ -41,8 +41,7 @@ class Loop:
 def test_the_main_plan_is_that_of_the_size_that_came_most_often() -> None:
     loop = Loop()
     assert loop.plans.main is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with raise_warnings(UserWarning):
         smaller = loop.step(3)
         whole = loop.step(8)
         assert loop.plans.main is smaller
@@ -125,8 +124,7 @@ def test_many_sizes_are_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     loop.step(8), loop.step(9)
     with pytest.warns(UserWarning, match=r"batches have come in 3 sizes so far, .*pad_to_multiple_of=64.*dynamic=True"):
         loop.step(10)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with raise_warnings(UserWarning):
         loop.step(11)
 
 

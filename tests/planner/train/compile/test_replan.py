@@ -15,6 +15,7 @@ from graphs.errors import PlannerError, TraceError
 from planner.capture.step import LossFn
 from planner.train.compile.compiler import Compiler
 from tests.support.models.steps import MutatedBuffer
+from tests.support.raised_warnings import raise_warnings
 
 
 def settings_and_loss() -> tuple[SimpleNamespace, LossFn]:
@@ -53,8 +54,7 @@ def test_trains_as_eager_while_things_change(dynamic: bool) -> None:
     with pytest.warns(UserWarning, match=r"planned again: model.outer.bias.requires_grad was True"):
         compare()
     planned.outer.bias.requires_grad_(True), eager.outer.bias.requires_grad_(True)
-    with warnings.catch_warnings():  # both plans are kept
-        warnings.simplefilter("error", UserWarning)
+    with raise_warnings(UserWarning):  # both plans are kept
         compare()
         settings.alpha = 1.0
         compare()

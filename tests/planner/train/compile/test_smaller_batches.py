@@ -1,7 +1,6 @@
 """A smaller last batch runs by a plan of its own, with eager PyTorch's bits and within the budget; larger ones are refused."""
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -20,6 +19,7 @@ from planner.train.backend.shared_budget import SharedBudget
 from planner.train.compile.compiler import Compiler
 from planner.train.compile.dynamic import DynamicStep
 from tests.support.budgets import HALF_WAY
+from tests.support.raised_warnings import raise_warnings
 
 pytestmark = pytest.mark.usefixtures("half_way")
 
@@ -72,8 +72,7 @@ def test_the_default_loader_trains_for_two_epochs_as_eager() -> None:
 
     model, plain = net(), net()
     step = planner.compile(model, F.cross_entropy, rows(32), budget=HALF_WAY, optimizer="adamw", **QUICK)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with raise_warnings():
         found = train(model, step)
     assert all(map(torch.equal, found, train(plain, lambda x, y: F.cross_entropy(plain(x), y))))
     assert not isinstance(step, DynamicStep)

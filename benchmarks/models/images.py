@@ -143,16 +143,12 @@ def multi_task() -> Workload:
         features = m.trunk(x)
         return {"depth": m.depth(features), "labels": m.labels(features)}
 
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.Parameter(torch.zeros(2))
-
-        def forward(self, out: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            errors = torch.stack((F.l1_loss(out["depth"], target["depth"]), F.cross_entropy(out["labels"], target["labels"])))
-            return {"loss": (self.weights.neg().exp() * errors + self.weights).sum(), "errors": errors}
+    def loss(m: Any, out: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        errors = torch.stack((F.l1_loss(out["depth"], target["depth"]), F.cross_entropy(out["labels"], target["labels"])))
+        return {"loss": (m.weights.neg().exp() * errors + m.weights).sum(), "errors": errors}
 
     trunk = nn.Sequential(conv(3, 24), *(Residual(conv(24, 24), conv(24, 24)) for _ in range(3)))
     model = FunctionModule(forward, trunk=trunk, depth=nn.Conv2d(24, 1, 3, padding=1), labels=nn.Conv2d(24, 6, 3, padding=1))
     target = {"depth": torch.rand(4, 1, 32, 32), "labels": torch.randint(6, (4, 32, 32))}
-    return Workload(model, Loss(), (torch.randn(4, 3, 32, 32), target))
+    weighted = FunctionModule(loss, weights=nn.Parameter(torch.zeros(2)))
+    return Workload(model, weighted, (torch.randn(4, 3, 32, 32), target))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.models.parts import FunctionModule
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
@@ -32,20 +33,12 @@ def recorded(workload: Workload, *, seed: int | None = 1, recorder: CudaGraphs |
     return executor
 
 
-class Pool(nn.Module):
-    """Dropout, batch norm with all its buffers, and an input that is counted in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(24, 48), nn.BatchNorm1d(48), nn.Linear(48, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(F.dropout(torch.relu(self.norm(self.first(x))), 0.3))
-
-
 def dropout_and_norm() -> Workload:
+    """Dropout, batch norm with all its buffers, and an input that is counted in."""
     torch.manual_seed(7)
-    return on_device(Workload(Pool(), F.cross_entropy, (torch.randn(32, 24), torch.randint(5, (32,)))))
+    parts: dict[str, Any] = {"first": nn.Linear(24, 48), "norm": nn.BatchNorm1d(48), "last": nn.Linear(48, 5)}
+    model = FunctionModule(lambda m, x: m.last(F.dropout(torch.relu(m.norm(m.first(x))), 0.3)), **parts)
+    return on_device(Workload(model, F.cross_entropy, (torch.randn(32, 24), torch.randint(5, (32,)))))
 
 
 def _made_on_cuda(name: str) -> Workload:

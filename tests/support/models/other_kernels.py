@@ -6,6 +6,7 @@ from functools import cache
 import torch
 from torch import nn
 
+from benchmarks.models.parts import FunctionModule
 from graphs.ir import Graph, Op
 from graphs.schedule import Schedule, schedule_of
 from planner.capture.lowering.lower import Capture
@@ -47,22 +48,16 @@ def _classified(model: nn.Module, x: torch.Tensor) -> Workload:
     return Workload(model, nn.CrossEntropyLoss(), (x, torch.randint(4, (len(x),))))
 
 
-class Masked(nn.Module):
+def _masked() -> Workload:
     """Attention with a mask by which one query sees nothing."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 24)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.layer(x).view(*x.shape[:2], 2, 12).transpose(1, 2).split(4, 3)
+    def forward(m: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        query, key, value = m.layer(x).view(*x.shape[:2], 2, 12).transpose(1, 2).split(4, 3)
         return nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=0.3).square().mean()
 
-
-def _masked() -> Workload:
     mask = torch.rand(3, 1, 20, 20) > 0.3
     mask[0, 0, 5] = False
-    return Workload(Masked(), None, (torch.randn(3, 20, 8), mask))
+    return Workload(FunctionModule(forward, layer=nn.Linear(8, 24)), None, (torch.randn(3, 20, 8), mask))
 
 
 _STEPS = {

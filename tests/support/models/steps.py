@@ -57,36 +57,6 @@ class MutatedBuffer(nn.Module):
         return self.outer(F.dropout(scaled - self.mean, 0.2, self.training))
 
 
-class Frozen(nn.Module):
-    """Its first layer and a bias are frozen, one parameter is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(48, 64).requires_grad_(requires_grad=False)
-        self.middle = nn.Linear(64, 64)
-        self.middle.bias.requires_grad_(requires_grad=False)
-        self.head = nn.Linear(64, 3)
-        self.unused = nn.Parameter(torch.ones(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(F.silu(self.middle(torch.relu(self.frozen(x)))))
-
-
-class Rotated(nn.Module):
-    """Complex numbers, read as they are, conjugated, and by their negated imaginary parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phases = nn.ParameterList(torch.randn(24) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        value = torch.view_as_complex(x.unflatten(-1, (24, 2)))
-        for phase in self.phases:
-            value = torch.tanh(value * torch.polar(torch.ones(24), phase))
-        away = torch.exp(value.conj().imag)
-        return (value @ value.mH).abs().softmax(-1).square().sum() + (away * torch.sigmoid(away)).sum()
-
-
 def tokens(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
@@ -100,7 +70,16 @@ def mutated() -> Workload:
 
 
 def frozen() -> Workload:
-    return Workload(Frozen(), F.cross_entropy, (torch.randn(60, 48), torch.randint(3, (60,))))
+    """The first layer and a bias are frozen, one parameter is never used."""
+    model = FunctionModule(
+        lambda m, x: m.head(F.silu(m.middle(torch.relu(m.frozen(x))))),
+        frozen=nn.Linear(48, 64).requires_grad_(requires_grad=False),
+        middle=nn.Linear(64, 64),
+        head=nn.Linear(64, 3),
+        unused=nn.Parameter(torch.ones(5)),
+    )
+    model.middle.bias.requires_grad_(requires_grad=False)
+    return Workload(model, F.cross_entropy, (torch.randn(60, 48), torch.randint(3, (60,))))
 
 
 def shared_gradient() -> Workload:
@@ -111,7 +90,17 @@ def shared_gradient() -> Workload:
 
 
 def rotated() -> Workload:
-    return Workload(Rotated(), None, (torch.randn(10, 48),))
+    """Complex numbers, read as they are, conjugated, and by their negated imaginary parts."""
+
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        value = torch.view_as_complex(x.unflatten(-1, (24, 2)))
+        for phase in m.phases:
+            value = torch.tanh(value * torch.polar(torch.ones(24), phase))
+        away = torch.exp(value.conj().imag)
+        return (value @ value.mH).abs().softmax(-1).square().sum() + (away * torch.sigmoid(away)).sum()
+
+    model = FunctionModule(forward, phases=nn.ParameterList(torch.randn(24) for _ in range(4)))
+    return Workload(model, None, (torch.randn(10, 48),))
 
 
 _GPT2 = {"layers": 2, "width": 64, "heads": 4, "vocab": 97, "seq": 48, "batch": 4}

@@ -153,7 +153,8 @@ def end_allocations() -> list[int]:
 def list_names_of_parts(value: torch.Tensor) -> list[str]:
     """Return the names of the attributes with the tensors that a tensor of a subclass is made of; none of a plain tensor."""
     parts: Any = value  # no subclass of both types exists for type checkers
-    return list(parts.__tensor_flatten__()[0]) if _is_traceable_wrapper_subclass(parts) else []
+    names = parts.__tensor_flatten__()[0] if _is_traceable_wrapper_subclass(parts) else ()
+    return [name for name in names if isinstance(getattr(parts, name), torch.Tensor)]  # the device mesh of a DTensor is none
 
 
 def list_parts(value: torch.Tensor) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ import planner
 from graphs.errors import TraceError
 from graphs.ir import Kind
 from planner.measure.steps import StepOutcome
-from planner.torch_private.core import pytree
+from planner.torch_private.core import list_parts, pytree
 from tests.support.models.as_eager import check_trains_as_eager
 
 
@@ -180,3 +180,14 @@ def test_a_weight_may_be_assigned_its_own_memory(front_end: str) -> None:
         torch.compile(model, backend="planner", options={"budget": "100%"})(x).sum().backward()
     for parameter, gradient in zip(model.parameters(), wanted, strict=True):
         assert parameter.grad is gradient is None or torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+
+
+def test_only_tensors_are_parts() -> None:
+    class Meshed(Quantized):
+        mesh = "what a DTensor lists among its parts"
+
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return ["values_of", "mesh", "scale"], None
+
+    values, scale = torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1)
+    assert [id(part) for part in list_parts(Meshed(values, scale))] == [id(values), id(scale)]

@@ -299,11 +299,6 @@ def test_invalid_output_name_prints_one_error(output: str, said: str, graph_file
     assert sorted(str(path) for path in Path().iterdir()) == ["loop", "model.json"]
 
 
-def test_a_device_is_not_read(capsys: Any) -> None:
-    for device in ("/dev/zero", "/dev/null"):
-        refused(call(capsys, "info", device), 1, f"{device}: is a device, not a file")
-
-
 def test_compare_refuses_an_invalid_output_folder_before_solving(graph_file: Path, capsys: Any) -> None:
     refused(call(capsys, "compare", graph_file, "-o", graph_file), 1, "is not a folder")
     refused(call(capsys, "compare", graph_file, "-o", graph_file / "below"), 1, "model.json is not a folder")

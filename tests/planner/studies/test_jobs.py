@@ -165,14 +165,6 @@ def test_without_dask_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         list(run(square, tasks(1), return_false, cluster="tcp://127.0.0.1:1"))
 
 
-def test_words_that_exclude_each_other_are_refused(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("curve", "compare"):
-        refused(call(capsys, command, "model.json", "--jobs", "2", "--cluster", "tcp://h:1"), 2, "not allowed with")
-    measured = ["compare", "zoo:mlp", "--measure", "--cluster", "tcp://h:1", "-o", tmp_path / "out"]
-    refused(call(capsys, *measured), 2, "--measure measures on this machine")
-    assert not (tmp_path / "out").exists()
-
-
 def test_studies_are_the_same_on_a_cluster(address: str, graph: Graph, tmp_path: Path) -> None:
     here, there = solve_curve(graph, 3), solve_curve(graph, 3, StudySettings(cluster=address))
     assert [(p.budget_bytes, p.status, p.time_s) for p in there.points] == [

@@ -68,7 +68,7 @@ FOLDER = Path(__file__).parent
 
 def solve(request):
     (FOLDER / f"{os.getpid()}.started").touch()
-    while not request.interrupted():
+    while not request.is_interrupted():
         time.sleep(0.01)
     return keep_everything.solve(request)
 """

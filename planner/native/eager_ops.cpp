@@ -1,8 +1,8 @@
 // Receives the ops of a thread, and of the backward passes that begin there, below autograd, without calls into Python.
 //
 // While a receiver is entered, each op comes to `fallback`, which lets op_records.cpp execute and record it. What that cannot do goes
-// to the recorder of planner.train.eager.recording, which is a dispatch mode: operators that resize tensors, whose outputs have
-// sizes that depend on data, or that take or return other objects than tensors, numbers and lists of them, and ops that failed.
+// to the recorder of planner.train.eager.recording, which is a dispatch mode: operators that resize tensors, or that take or return
+// other objects than tensors, numbers and lists of them, and ops that failed.
 //
 // Autograd may run a thread for a CUDA device beside the one for the CPU, with the same receiver.
 
@@ -41,11 +41,6 @@ constexpr auto kKey = c10::DispatchKey::Fake;
 const auto kKind = c10::DebugInfoKind::TEST_INFO_2; // autograd's threads inherit this slot; PyTorch itself does not use it
 
 thread_local std::exception_ptr error_of_op; // which `raise_error` raises
-
-// Returns whether a value is a tensor whose memory counts. A Python number wrapped in a tensor counts as a number.
-bool has_memory(const IValue& value) {
-  return value.isTensor() && value.toTensor().defined() && !value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
-}
 
 template <typename Visit>
 void each_tensor(const IValue& value, Visit visit) {
@@ -204,9 +199,6 @@ class Receiver : public c10::DebugInfoBase {
     }
     const auto begin = stack->size() - handle.schema().arguments().size();
     const c10::SmallVector<IValue, 12> arguments(stack->begin() + static_cast<int64_t>(begin), stack->end());
-    if (is_sized_by_data(arguments, facts)) {
-      return false;
-    }
     c10::SmallVector<at::Tensor, 4> inputs, written;
     bool plain = true;
     const auto settings = present_settings();
@@ -244,7 +236,8 @@ class Receiver : public c10::DebugInfoBase {
       }
     };
     const auto outputs = [&] { return c10::ArrayRef<IValue>(*stack).slice(begin); };
-    const auto recorded = records->record({handle, facts, key, arguments, inputs, written, updates_statistics, run, outputs});
+    const auto recorded = records->record({handle, facts, key, arguments, inputs, written, updates_statistics,
+                                           is_sized_by_data(arguments, facts), run, outputs});
     if (recorded == Recorded::kFailed) {
       std::rethrow_exception(std::exchange(error_of_op, nullptr));
     }

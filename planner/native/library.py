@@ -31,7 +31,7 @@ import torch
 from graphs.errors import PlannerError, first_line
 
 _LOGGER = logging.getLogger(__name__)
-_NAMES = ("passes", "eager_ops", "op_records", "ledger", "arena_allocator")
+_NAMES = ("passes", "eager_ops", "op_records", "size_rules", "ledger", "arena_allocator")
 _SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
 _HEADER = Path(__file__).with_name("op_records.h")
 _COMPILER = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")

@@ -17,6 +17,7 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Size.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -297,6 +298,10 @@ class Records final : public OpRecords {
         ledger_watch_id_(ledger_watch_type_, "ledger_id"),
         few_ops_(parts[12].cast<int64_t>()),
         measurements_(parts[13].cast<int64_t>()),
+        hole_(parts[14]),
+        new_op_(parts[5]),
+        new_known_(parts[6]),
+        budget_device_(reinterpret_cast<THPDevice*>(sizes_.attr("device").ptr())->device),
         times_each_(costs_.attr("times_each").cast<bool>()) {}
 
   Recorded record(const CalledOp& called) override {
@@ -538,17 +543,123 @@ class Records final : public OpRecords {
     if (patterns_.size() >= kMostPatterns) {
       patterns_.clear();
     }
-    const auto [args, kwargs] = to_python(called);
-    const auto hash = static_cast<int64_t>(KeyHash()(called.key) >> 2 | 1);
-    const auto pattern = build_pattern.call(recorder_, borrow(reinterpret_cast<PyObject*>(called.facts.python)), args, kwargs, number(hash));
-    if (pattern.is_none()) {
-      return {};
+    return patterns_.emplace(called.key, build_pattern(called)).first->second;
+  }
+
+  // Returns the record of an op of a new signature, with references that have no storages.
+  py::object build_pattern(const CalledOp& called) {
+    const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
+    const auto [args, kwargs] = to_python(called, [&](size_t i, const c10::Argument& declared) {
+      const auto position = static_cast<int64_t>(i) - called.facts.statistics;
+      const bool is_left_out = called.updates_statistics && (position == 0 || position == 1);
+      return is_left_out ? py::object(py::none()) : to_python(declared, called.arguments[i], hole_);
+    });
+    const auto op = new_op_(operator_, args, kwargs);
+    if (called.updates_statistics) {
+      op_.function.set(op, replay.of(operator_));
     }
-    return patterns_.emplace(called.key, pattern).first->second;
+    py::list references;
+    for (const auto& tensor : called.inputs) {
+      references.append(refer_to_geometry(tensor));
+    }
+    op_.inputs.set(op, references);
+    if (!called.sized_by_data) {
+      op_.known.set(op, learn_sizes(called, operator_));
+    }
+    return op;
+  }
+
+  static std::pair<py::list, py::dict> to_tensors(const CalledOp& called) {
+    return to_python(called, [&](size_t i, const c10::Argument& declared) { return to_python(declared, called.arguments[i], {}); });
+  }
+
+  // Returns the facts about a new signature.
+  py::object learn_sizes(const CalledOp& called, const py::object& operator_) {
+    const auto hash = number(static_cast<int64_t>(KeyHash()(called.key) >> 2 | 1));
+    auto known = recall.call(sizes_, hash);
+    if (known.is_none()) {
+      const auto size_bytes = called.facts.may_guess == 0 ? count_bytes_of(called) : std::nullopt;
+      if (size_bytes.has_value()) {
+        known = remember.call(sizes_, hash, new_known_(*size_bytes, py::arg("number") = hash));
+      } else {
+        const auto [args, kwargs] = to_tensors(called);
+        known = learn_sizes_of.call(recorder_, hash, function.of(operator_), args, kwargs);
+      }
+    }
+    if (!times_each_) {
+      int64_t read_bytes = 0;
+      for (const auto& tensor : called.inputs) {
+        read_bytes += static_cast<int64_t>(tensor.nbytes());
+      }
+      if (const auto likely_bytes = to_int(estimate.call(costs_, operator_, known, number(read_bytes))); likely_bytes > 0) {
+        const auto with_op_bytes = to_int(live_bytes.of(memory_)) + to_int(known_.out_bytes.of(known)) + likely_bytes;
+        const auto within_budget = std::min(with_op_bytes, to_int(budget_bytes.of(memory_)));
+        peak_bytes.set(memory_, number(std::max(within_budget, to_int(peak_bytes.of(memory_)))));
+      }
+    }
+    return known;
+  }
+
+  // Returns what the outputs of an op will take on the budget's device, if a rule knows.
+  std::optional<int64_t> count_bytes_of(const CalledOp& called) {
+    const auto sizes_bytes = count_output_bytes(called);
+    if (!sizes_bytes.has_value()) {
+      return std::nullopt;
+    }
+    int64_t total_bytes = 0;
+    if (!sizes_bytes->empty()) {
+      const auto device = find_device(called);
+      for (const auto size_bytes : *sizes_bytes) {
+        total_bytes += to_int(count_bytes_on(size_bytes, device));
+      }
+    }
+    return total_bytes;
+  }
+
+  // Returns the device of the outputs: the one that is asked for, or that of the tensors; numbers may be on another.
+  c10::Device find_device(const CalledOp& called) {
+    if (const auto asked = called.handle.schema().argumentIndexWithName("device"); asked.has_value()) {
+      if (const auto& value = called.arguments[static_cast<size_t>(*asked)]; value.isDevice()) {
+        const auto device = value.toDevice();
+        return device == c10::Device(budget_device_.type()) ? budget_device_ : device;
+      }
+    }
+    auto device = budget_device_;
+    std::pair<bool, bool> best(false, false);
+    for (size_t i = 0; i < called.inputs.size(); ++i) {
+      const auto& tensor = called.inputs[i];
+      const std::pair<bool, bool> rank(tensor.dim() > 0, !tensor.device().is_cpu());
+      if (i == 0 || rank > best) {
+        best = rank;
+        device = tensor.device();
+      }
+    }
+    return device;
+  }
+
+  py::object count_bytes_on(int64_t held_bytes, c10::Device device) {
+    const auto held = number(held_bytes);
+    return times_each_ && device.is_cpu() ? held : count_bytes.call(sizes_, held, device_of(device));
+  }
+
+  // Returns a reference to a tensor, without its storage.
+  py::object refer_to_geometry(const at::Tensor& tensor) {
+    const auto to_tuple = [](at::IntArrayRef values) {
+      py::tuple made(values.size());
+      for (size_t i = 0; i < values.size(); ++i) {
+        made[i] = number(values[i]);
+      }
+      return made;
+    };
+    const auto shape = steal(PyObject_CallOneArg(reinterpret_cast<PyObject*>(&THPSizeType), to_tuple(tensor.sizes()).ptr()));
+    const auto dtype = borrow(reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())));
+    return new_tuple<8>(reference_type_, {py::none(), number(0), shape, to_tuple(tensor.strides()), number(0), dtype, boolean(false),
+                                          boolean(false)});
   }
 
   // Returns the arguments of an op as PyTorch passes them to a dispatch mode: without those that are defaults.
-  static std::pair<py::list, py::dict> to_python(const CalledOp& called) {
+  template <typename Convert>
+  static std::pair<py::list, py::dict> to_python(const CalledOp& called, Convert convert) {
     const auto& declared = called.handle.schema().arguments();
     const auto is_default = [&](size_t i) {
       const auto& value = declared[i].default_value();
@@ -566,15 +677,26 @@ class Records final : public OpRecords {
     py::dict kwargs;
     for (size_t i = 0; i < declared.size(); ++i) {
       if (i < given) {
-        args.append(to_python(declared[i], called.arguments[i]));
+        args.append(convert(i, declared[i]));
       } else if (i >= positional && !is_default(i)) {
-        kwargs[declared[i].name().c_str()] = to_python(declared[i], called.arguments[i]);
+        kwargs[declared[i].name().c_str()] = convert(i, declared[i]);
       }
     }
     return {std::move(args), std::move(kwargs)};
   }
 
-  static py::object to_python(const c10::Argument& declared, const c10::IValue& value) {
+  // Returns a value, with `hole` in place of each tensor if there is one.
+  static py::object to_python(const c10::Argument& declared, const c10::IValue& value, const py::object& hole) {
+    if (hole && has_memory(value)) {
+      return hole;
+    }
+    if (hole && value.isList() && std::any_of(value.toListRef().begin(), value.toListRef().end(), has_memory)) {
+      py::list made;
+      for (const c10::IValue& item : value.toListRef()) {
+        made.append(has_memory(item) ? hole : torch::jit::toPyObject(item));
+      }
+      return made;
+    }
     auto type = declared.real_type();
     if (const auto* optional = type->castRaw<c10::OptionalType>()) {
       type = optional->getElementType();
@@ -593,14 +715,6 @@ class Records final : public OpRecords {
     }
     return torch::jit::toPyObject(value);
   }
-
-  // What the copy of a pattern is filled with.
-  struct Filled {
-    c10::ArrayRef<at::Tensor> inputs;
-    py::object references, kept;
-    bool recordable;
-    size_t next = 0;
-  };
 
   // Returns the handle of a tensor, as `Recorder.pack` does; null if no tensor is saved.
   py::object pack_recorded(const py::object& object) {
@@ -698,20 +812,22 @@ class Records final : public OpRecords {
       }
     }
     auto op = op_.copy(pattern);
-    const auto known = borrow(op_.known.in(op));
-    Filled filled{called.inputs, py::list(), py::list(), op_.recordable.in(op) == Py_True};
-    op_.args.set(op, fill(op_.args.of(op), filled));
-    if (PyDict_GET_SIZE(op_.kwargs.in(op)) > 0) {
-      py::dict kwargs;
-      for (auto [name, value] : borrow(op_.kwargs.in(op)).cast<py::dict>()) {
-        kwargs[name] = fill(value, filled);
-      }
-      op_.kwargs.set(op, std::move(kwargs));
+    if (called.sized_by_data) {
+      const auto [args, kwargs] = to_tensors(called);
+      op_.known.set(op, bound_sizes.call(recorder_, op_.operator_.of(op), args, kwargs));
     }
-    TORCH_CHECK(filled.next == called.inputs.size(), "the record of an op does not have its tensors");
-    op_.inputs.set(op, filled.references);
-    op_.kept.set(op, filled.kept);
-    op_.recordable.set(op, boolean(filled.recordable));
+    const auto known = borrow(op_.known.in(op));
+    py::object kept = no_storages_;
+    auto references = steal(PyList_New(static_cast<Py_ssize_t>(called.inputs.size())));
+    bool recordable = op_.recordable.in(op) == Py_True;
+    for (size_t i = 0; i < called.inputs.size(); ++i) {
+      const auto place = static_cast<Py_ssize_t>(i);
+      auto* geometry = PyList_GET_ITEM(op_.inputs.in(pattern), place);
+      PyList_SET_ITEM(references.ptr(), place, refer(called.inputs[i], geometry, kept, recordable).release().ptr());
+    }
+    op_.inputs.set(op, references);
+    op_.kept.set(op, kept);
+    op_.recordable.set(op, boolean(recordable));
     op_.module.set(op, module_name());
     const auto out_bytes = to_int(known_.out_bytes.of(known)), workspace_bytes = to_int(known_.workspace_bytes.of(known));
     const auto with_op_bytes = to_int(live_bytes.of(memory_)) + out_bytes + workspace_bytes;
@@ -749,41 +865,22 @@ class Records final : public OpRecords {
     return known_.guessed.in(known) == Py_True && to_int(known_.measurements.of(known)) == measurements_;
   }
 
-  // Returns arguments with references in place of tensors.
-  py::object fill(py::handle values, Filled& filled) {
-    if (reinterpret_cast<PyObject*>(Py_TYPE(values.ptr())) == reference_type_.ptr()) {
-      TORCH_CHECK(filled.next < filled.inputs.size(), "the record of an op does not have its tensors");
-      return refer(filled.inputs[filled.next++], values, filled);
-    }
-    if (!PyList_CheckExact(values.ptr())) {
-      return borrow(values.ptr());
-    }
-    const auto size = PyList_GET_SIZE(values.ptr());
-    auto made = steal(PyList_New(size));
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      PyList_SET_ITEM(made.ptr(), i, fill(PyList_GET_ITEM(values.ptr(), i), filled).release().ptr());
-    }
-    return made;
-  }
-
   // Returns a reference to a tensor that is read, as `Recorder._replace_by_references` does.
-  py::object refer(const at::Tensor& tensor, py::handle like, Filled& filled) {
-    const auto as_in_pattern = [&](Py_ssize_t field) { return borrow(PyTuple_GET_ITEM(like.ptr(), field)); };
+  py::object refer(const at::Tensor& tensor, PyObject* geometry, py::object& kept, bool& recordable) {
+    const auto as_in_pattern = [&](Py_ssize_t field) { return borrow(PyTuple_GET_ITEM(geometry, field)); };
     const auto storage = find_or_add(tensor);
     const auto version = borrow(storage_.version.in(storage));
     storage_.last_read.set(storage, version);
     touch_at(storage, read_s.of(memory_));
     if (storage_.pinned.in(storage) == Py_True) {
-      check(PyList_Append(filled.kept.ptr(), steal(THPStorage_Wrap(tensor.storage())).ptr()));
+      kept = steal(PySequence_Concat(kept.ptr(), py::make_tuple(steal(THPStorage_Wrap(tensor.storage()))).ptr()));
     } else if (to_int(storage_.checked.of(storage)) != to_int(overwrites.of(memory_))) {
-      filled.recordable = !pin_if_lost.call(sources_, storage).cast<bool>() && filled.recordable;
+      recordable = !pin_if_lost.call(sources_, storage).cast<bool>() && recordable;
     }
-    auto reference = new_tuple<8>(
+    return new_tuple<8>(
         reference_type_,
         {storage, version, as_in_pattern(2), as_in_pattern(3), number(tensor.storage_offset()), as_in_pattern(5),
          boolean(tensor.is_conj()), boolean(tensor.is_neg())});
-    check(PyList_Append(filled.references.ptr(), reference.ptr()));
-    return reference;
   }
 
   void touch_at(const py::object& storage, py::object now_s) {
@@ -892,7 +989,8 @@ class Records final : public OpRecords {
   // Executes an op whose time need not be waited for, and measures what it takes as `HostCosts` does.
   bool execute_here(const CalledOp& called, py::handle known, int64_t& taken_bytes) {
     const auto measurements = to_int(known_.measurements.of(known));
-    if (measurements == measurements_ || c10::ThreadLocalDebugInfo::get(kProfiler) != nullptr) { // the thread is profiled
+    const bool is_known = measurements == measurements_ && !called.sized_by_data; // else sizes depend on more than the signature
+    if (is_known || c10::ThreadLocalDebugInfo::get(kProfiler) != nullptr) { // the thread is profiled
       return execute(called);
     }
     known_.measurements.set(known, number(measurements + 1));
@@ -990,14 +1088,7 @@ class Records final : public OpRecords {
   // Records an op that writes the next version of a storage, as `Recorder._record_in_place_op` does.
   py::object record_in_place(const py::object& op, py::handle known, const py::object& storage) {
     auto write = op_.copy(op);
-    py::list inputs;
-    op_.args.set(write, replace_own(op_.args.of(op), storage, inputs));
-    py::dict kwargs;
-    for (auto [name, value] : borrow(op_.kwargs.in(op)).cast<py::dict>()) {
-      kwargs[name] = replace_own(value, storage, inputs);
-    }
-    op_.kwargs.set(write, std::move(kwargs));
-    op_.inputs.set(write, std::move(inputs));
+    op_.inputs.set(write, leave_out(borrow(op_.inputs.in(op)), storage));
     op_.known.set(write, py::none());
     op_.room_bytes.set(write, number(to_int(known_.workspace_bytes.of(known)) + to_int(known_.out_bytes.of(known))));
     op_.in_place.set(write, boolean(true));
@@ -1009,27 +1100,21 @@ class Records final : public OpRecords {
     return write;
   }
 
-  // Returns arguments without the storage in references to it, and appends all references to `inputs`.
-  py::object replace_own(py::handle value, const py::object& storage, py::list& inputs) {
-    if (PyList_CheckExact(value.ptr())) {
-      py::list found;
-      for (auto item : value) {
-        found.append(replace_own(item, storage, inputs));
-      }
-      return found;
-    }
-    auto found = borrow(value.ptr());
-    if (reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())) == reference_type_.ptr()) {
-      if (PyTuple_GET_ITEM(value.ptr(), 0) == storage.ptr()) {
+  // Returns references, without the storage in those to it.
+  py::object leave_out(const py::object& references, const py::object& storage) {
+    py::list made;
+    for (auto reference : references.cast<py::list>()) {
+      auto copy = borrow(reference.ptr());
+      if (PyTuple_GET_ITEM(reference.ptr(), 0) == storage.ptr()) {
         std::array<py::object, 8> fields;
         for (size_t i = 0; i < fields.size(); ++i) {
-          fields[i] = i == 0 ? py::object(py::none()) : borrow(PyTuple_GET_ITEM(value.ptr(), static_cast<Py_ssize_t>(i)));
+          fields[i] = i == 0 ? py::object(py::none()) : borrow(PyTuple_GET_ITEM(reference.ptr(), static_cast<Py_ssize_t>(i)));
         }
-        found = new_tuple<8>(reference_type_, std::move(fields));
+        copy = new_tuple<8>(reference_type_, std::move(fields));
       }
-      inputs.append(found);
+      made.append(copy);
     }
-    return found;
+    return made;
   }
 
   // Counts a recorded op, as `Recorder._count` does.
@@ -1043,9 +1128,8 @@ class Records final : public OpRecords {
 
   // Records that the storage of a new tensor is resident, as `Memory.add` does.
   py::object add(const at::Tensor& tensor, bool recordable) {
-    const auto device = device_of(tensor);
-    const auto held_bytes = number(static_cast<int64_t>(tensor.storage().nbytes()));
-    const auto size_object = times_each_ && tensor.device().is_cpu() ? held_bytes : count_bytes.call(sizes_, held_bytes, device);
+    const auto device = device_of(tensor.device());
+    const auto size_object = count_bytes_on(static_cast<int64_t>(tensor.storage().nbytes()), tensor.device());
     const auto size = to_int(size_object);
     auto storage = storage_.copy(empty_);
     storage_.chain.set(storage, py::list());
@@ -1076,12 +1160,9 @@ class Records final : public OpRecords {
     return storage;
   }
 
-  py::object device_of(const at::Tensor& tensor) {
-    const auto found = std::find_if(devices_.begin(), devices_.end(), [&](const auto& pair) { return pair.first == tensor.device(); });
-    if (found != devices_.end()) {
-      return found->second;
-    }
-    return devices_.emplace_back(tensor.device(), steal(THPDevice_New(tensor.device()))).second;
+  py::object device_of(c10::Device device) {
+    const auto found = std::find_if(devices_.begin(), devices_.end(), [&](const auto& pair) { return pair.first == device; });
+    return found != devices_.end() ? found->second : devices_.emplace_back(device, steal(THPDevice_New(device))).second;
   }
 
   // Logs an op for the plans of repeated steps, as `StepFollower.log_op` does.
@@ -1151,17 +1232,17 @@ class Records final : public OpRecords {
   }
 
   const Name acquire{"acquire"}, add_of_memory{"add"}, allow{"allow"}, append{"append"}, begin_step_of{"_begin_step"},
-      between_peak_bytes{"between_peak_bytes"}, budget_bytes{"budget_bytes"}, build_pattern{"build_pattern"}, by_id{"_by_id"},
+      between_peak_bytes{"between_peak_bytes"}, bound_sizes{"bound_sizes"}, budget_bytes{"budget_bytes"}, by_id{"_by_id"},
       chains{"chains"}, check_memory{"check_memory"}, check_plan{"check_plan"}, clock_s{"clock_s"}, count_bytes{"count_bytes"},
-      dropped_{"_dropped"}, eager_peak_bytes{"eager_peak_bytes"}, end{"end"}, estimate_s{"estimate_s"},
+      dropped_{"_dropped"}, eager_peak_bytes{"eager_peak_bytes"}, end{"end"}, estimate{"estimate"}, estimate_s{"estimate_s"},
       evict_after{"evict_after"}, evicted_bytes{"evicted_bytes"}, extra_bytes{"extra_bytes"}, find_block{"find_block"}, find_made{"_find_made"},
       following{"_following"}, function{"function"}, heuristic_{"heuristic"}, host_reads{"host_reads"},
-      keeps_random{"keeps_random"}, kept_ops{"kept_ops"}, ledger_{"ledger"}, live_bytes{"live_bytes"}, log_{"log"},
+      keeps_random{"keeps_random"}, kept_ops{"kept_ops"}, learn_sizes_of{"learn_sizes"}, ledger_{"ledger"}, live_bytes{"live_bytes"}, log_{"log"},
       made_bytes_{"made_bytes"}, make_room{"make_room"}, make_room_for{"_make_room"}, mark_not_evicted{"mark_not_evicted"},
       module_number{"module"}, note_gone{"note_gone"}, now{"now"}, only_saved_in_log{"only_saved"}, ops{"ops"},
       overwrites{"overwrites"}, packs{"packs"}, peak_bytes{"peak_bytes"}, pending{"pending"}, pin{"pin"},
-      pin_if_lost{"pin_if_lost"}, pop_left{"popleft"}, random{"random"}, read_s{"read_s"}, record_measured{"record_measured"},
-      record_write{"record_write"}, recorded{"_recorded"}, released_in_log{"released"}, restore{"restore"}, running{"running"},
+      pin_if_lost{"pin_if_lost"}, pop_left{"popleft"}, random{"random"}, read_s{"read_s"}, recall{"recall"}, record_measured{"record_measured"},
+      record_write{"record_write"}, recorded{"_recorded"}, released_in_log{"released"}, remember{"remember"}, replay{"replay"}, restore{"restore"}, running{"running"},
       settle{"settle"}, sizes_bytes{"sizes_bytes"}, start{"start"}, step_number{"number"}, step_ops{"step_ops"}, stop{"stop"},
       storages{"_storages"}, structures{"structures"}, touch{"touch"}, unlock{"release"}, unpack_in_log{"unpack"};
 
@@ -1177,6 +1258,9 @@ class Records final : public OpRecords {
   const py::object lock_of_draws_, get_random_state_, ledger_watch_type_;
   const Slot ledger_watch_id_;
   const int64_t few_ops_, measurements_;
+  const py::object hole_, new_op_, new_known_;
+  const py::tuple no_storages_;
+  const c10::Device budget_device_;
   const bool times_each_; // ops are done when they return
   const py::object empty_ = new_storage_(0, py::none(), py::arg("pinned") = true);
   std::vector<std::pair<c10::Device, py::object>> devices_;

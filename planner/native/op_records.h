@@ -10,6 +10,7 @@
 #include <ATen/core/ivalue.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/FunctionRef.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <memory>
@@ -21,6 +22,11 @@
 inline at::Tensor make_alias(const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), true));
+}
+
+// Returns whether a value is a tensor whose memory counts. A Python number wrapped in a tensor counts as a number.
+inline bool has_memory(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined() && !value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
 }
 
 inline int64_t version_of(const at::Tensor& tensor) {
@@ -40,6 +46,7 @@ struct OperatorFacts {
   int64_t python = 0; // the `Operator`, which is never freed
   int64_t only_writes = 0; // it returns only tensors that it has written, and keeps their sizes
   int64_t reads_to_host = 0, sized_by_data = kNever;
+  int64_t may_guess = 0; // `OutputSizes.guess_bytes` may guess a workspace
   int64_t statistics = -1, training = -1;
   int64_t mutated = 0; // a bit for each argument
 
@@ -55,7 +62,7 @@ struct OperatorFacts {
   }
 };
 
-// What the records of an op depend on, but for its tensors.
+// What the record of an op depends on, but for its tensors.
 using Key = std::vector<int64_t>;
 
 // A call of an operator.
@@ -67,9 +74,14 @@ struct CalledOp {
   c10::ArrayRef<at::Tensor> inputs; // those whose memory counts, in order, without running statistics that it updates
   c10::ArrayRef<at::Tensor> written;
   bool updates_statistics; // `written` are running statistics
+  bool sized_by_data; // the sizes of its outputs depend on the contents of its arguments
   c10::function_ref<bool()> execute; // without the interpreter lock; returns false if it failed
   c10::function_ref<c10::ArrayRef<c10::IValue>()> outputs; // when it has run
 };
+
+// The bytes of each output of an op that will be new, if a rule knows: size_rules.cpp.
+using ByteCounts = std::optional<c10::SmallVector<int64_t, 4>>;
+ByteCounts count_output_bytes(const CalledOp& called);
 
 // How far an op has come.
 enum class Recorded {

@@ -32,8 +32,9 @@ first ops of each signature are measured (``device_costs``).
 
 ``recording`` sees the ops, ``saved_tensors`` has what autograd holds, and ``sources`` what that is computed from. ``modules``
 knows which module is running, ``draws`` what random ops draw, ``garbage`` how often garbage is collected. ``sizes`` knows what
-ops will allocate, for common ones by ``size_rules``; ``memory`` makes room and asks the ledger of ``solvers.online`` for the
-victim, or the same in C++ (``planner.native.ledger``); ``recompute`` executes chains again; ``session`` has the public API.
+ops will allocate, beside the C++ library's rules for common ones; ``memory`` makes room and asks the ledger of
+``solvers.online`` for the victim, or the same in C++ (``planner.native.ledger``); ``recompute`` executes chains again;
+``session`` has the public API.
 ``step_follower`` logs each step; ``step_log`` turns it into a graph; ``step_plans`` has repeated steps solved, and returns what
 their plans evict. ``enough_budget`` finds a budget that is large enough for a recorded step.
 """

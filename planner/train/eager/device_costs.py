@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -19,7 +19,6 @@ from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.core import begin_allocations, end_allocations, profiler_enabled
 from planner.torch_private.cuda import allocate_raw, free_raw, notify_out_of_memory
 from planner.train.eager.operators import Operator
-from planner.train.eager.size_rules import iterate_tensors
 from planner.train.eager.sizes import KnownOp
 from planner.train.eager.storages import RecordedOp
 
@@ -72,8 +71,8 @@ class OpCosts(ABC):
         """Note what an op has taken that was measured, and the bytes that it has made, where other sizes are estimated."""
         return
 
-    def estimate(self, operator: Operator, known: KnownOp, values: Sequence[object]) -> int:
-        """Estimate what an op of a new signature with these arguments takes, if it takes long to measure it.
+    def estimate(self, operator: Operator, known: KnownOp, read_bytes: int) -> int:
+        """Estimate what an op of a new signature takes that reads `read_bytes`, if it takes long to measure it.
 
         Return the most workspace that the operator has taken so far, by which the peak is estimated: what grows with the sizes is
         an upper bound.
@@ -227,12 +226,12 @@ class DeviceCosts(OpCosts):
         if workspace_bytes > measured.workspace_bytes:
             measured.workspace_bytes, measured.workspace_of_bytes = workspace_bytes, max(moved_bytes, 1)
 
-    def estimate(self, operator: Operator, known: KnownOp, values: Sequence[object]) -> int:
-        """Estimate what an op of a new signature with these arguments takes, so that the host need not wait for it."""
+    def estimate(self, operator: Operator, known: KnownOp, read_bytes: int) -> int:
+        """Estimate what an op of a new signature takes that reads `read_bytes`, so that the host need not wait for it."""
         measured = self._measured[operator.name]
         if known.measurements or known.needs_block or measured.executions < _ENOUGH:
             return 0
-        moved_bytes = known.out_bytes + sum(tensor.nbytes for tensor in iterate_tensors(values))
+        moved_bytes = known.out_bytes + read_bytes
         known.measurements = MEASUREMENTS
         known.seconds = measured.seconds / max(measured.moved_bytes, 1) * moved_bytes
         known.workspace_bytes = int(measured.workspace_bytes * max(moved_bytes / measured.workspace_of_bytes, 1.0))

@@ -9,7 +9,7 @@ import torch
 from planner.capture.program.draws import LOCK, get_default_generator
 from planner.runtime.random_state import RandomState
 from planner.train.eager.operators import Operator
-from planner.train.eager.size_rules import iterate_tensors
+from planner.train.eager.tensor_arguments import iterate_tensors
 
 
 def lock_of_draws(operator: Operator) -> AbstractContextManager[object]:

@@ -23,9 +23,9 @@ from planner.train.eager.operators import Operator
 from planner.train.eager.recording import FEW_OPS, LONGEST_CHAIN, Recorder
 from planner.train.eager.saved_tensors import SavedTensor, unpack
 from planner.train.eager.shared_context import SharedContext
-from planner.train.eager.sizes import KnownOp
+from planner.train.eager.sizes import KnownOp, may_take_workspace
 from planner.train.eager.step_log import LoggedOp
-from planner.train.eager.storages import LedgerWatch, RecordedOp, Reference, StorageWatch, TrackedStorage
+from planner.train.eager.storages import HOLE, LedgerWatch, RecordedOp, Reference, StorageWatch, TrackedStorage
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class NativeRecording:
         self._handle = library.eager_new(self._describe)
         weakref.finalize(self, library.eager_drop, self._handle)
         parts = TrackedStorage, StorageWatch, Reference, LoggedOp, RecordedOp, KnownOp, SavedTensor, LONGEST_CHAIN, LOCK
-        self.record_with((recorder, *parts, get_random_state, LedgerWatch, FEW_OPS, MEASUREMENTS))
+        self.record_with((recorder, *parts, get_random_state, LedgerWatch, FEW_OPS, MEASUREMENTS, HOLE))
 
     @staticmethod
     def is_available() -> bool:
@@ -104,6 +104,7 @@ class NativeRecording:
             operator.is_plain_write,
             operator.reads_to_host,
             _NEVER if not operator.sized_by_data else _BY_MASKS if operator.name == "aten::index" else _BY_DATA,
+            may_take_workspace(operator.function),
             -1 if operator.statistics is None else operator.statistics,
             -1 if operator.training is None else operator.training,
             sum(1 << position for position, _ in operator.mutated),

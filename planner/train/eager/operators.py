@@ -9,7 +9,7 @@ import torch
 from graphs.errors import UsageError
 from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
 from planner.torch_private.core import OpOverload
-from planner.train.eager.size_rules import is_mask, list_names_of_outs
+from planner.train.eager.tensor_arguments import is_mask, list_names_of_outs
 
 _aten = torch.ops.aten
 

@@ -24,11 +24,11 @@ from planner.train.eager.modules import CurrentModule
 from planner.train.eager.operators import Operator
 from planner.train.eager.recompute import Recomputation
 from planner.train.eager.saved_tensors import SavedTensor
-from planner.train.eager.size_rules import iterate_tensors
 from planner.train.eager.sizes import KnownOp, OutputSizes, bound_data_dependent_bytes, may_take_free_memory
 from planner.train.eager.sources import Sources
 from planner.train.eager.step_follower import StepFollower
-from planner.train.eager.storages import RecordedOp, Reference, TrackedStorage, build_reference, leave_out_storages, make_alias
+from planner.train.eager.storages import HOLE, RecordedOp, TrackedStorage, build_reference, make_alias
+from planner.train.eager.tensor_arguments import iterate_tensors
 
 # Module globals, because they are read for each tensor of each op.
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
@@ -239,32 +239,6 @@ class Recorder(TorchDispatchMode):
         self.recomputation.step_ops += 1
         return outputs
 
-    def build_pattern(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any], number: int) -> RecordedOp | None:
-        """Return the record of an op of a new signature without its storages, of which the C++ library makes those of such ops.
-
-        Args:
-            operator: the facts about its operator.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            number: the number of the signature.
-
-        Returns:
-            None if the op has arguments that only `run` supports.
-        """
-        op = RecordedOp(operator, args, kwargs)
-        op.known = self._learn_sizes(number, operator.function, args, kwargs)
-        if operator.statistics is not None:
-            self.find_writes(op)
-        try:
-            op.args, op.kwargs = leave_out_storages(list(op.args)), leave_out_storages(kwargs)
-        except (NotImplementedError, RuntimeError):
-            return None
-        memory = self.memory
-        if likely_bytes := self.costs.estimate(operator, op.known, (*args, *kwargs.values())):
-            with_op_bytes = memory.live_bytes + op.known.out_bytes + likely_bytes
-            memory.peak_bytes = max(memory.peak_bytes, min(with_op_bytes, memory.budget_bytes))
-        return op
-
     def describe(self, op: RecordedOp, args: Sequence[Any]) -> KnownOp:
         """Replace the tensors in the arguments of an op, `args`, by references; return the facts about its signature."""
         operator, kwargs = op.operator, op.kwargs
@@ -281,23 +255,31 @@ class Recorder(TorchDispatchMode):
             op.recordable = False
             return KnownOp(0)
         if operator.is_sized_by_data(args):
-            known = self.sizes.get_sized_by_data(operator.name, args)
-            known.out_bytes = bound_data_dependent_bytes(operator.name, args, kwargs)
-            return known
+            return self.bound_sizes(operator, args, kwargs)
         if operator.resizes_out:
             key += [tensor.untyped_storage().nbytes() for tensor in iterate_tensors(kwargs)]
         signature = tuple(key)
-        return self.sizes.known(signature) or self._learn_sizes(signature, operator.function, args, kwargs)
+        return self.sizes.known(signature) or self.learn_sizes(signature, operator.function, args, kwargs)
 
-    def _learn_sizes(
+    def bound_sizes(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> KnownOp:
+        """Return the facts about an op whose sizes depend on data: at most it makes their ``out_bytes``."""
+        known = self.sizes.get_sized_by_data(operator.name, args)
+        known.out_bytes = bound_data_dependent_bytes(operator.name, args, kwargs)
+        return known
+
+    def learn_sizes(
         self, signature: Hashable, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> KnownOp:
+        """Return the facts about an op whose signature was not used in this generation."""
         known = self.sizes.learn(signature, function, args, kwargs)
         known.needs_block = not self.costs.times_each and may_take_free_memory(function)
         return known
 
     def _replace_by_references(self, values: Iterable[Any], op: RecordedOp, key: list[Any]) -> list[Any]:
-        """Return `values` with references in place of tensors, and append to `key` everything that sizes depend on."""
+        """Return `values` with holes in place of tensors, and append to `key` everything that sizes depend on.
+
+        References to the tensors are appended to the inputs of `op`.
+        """
         found: list[Any] = []
         memory = self.memory
         find, read_s = memory.find, memory.read_s
@@ -311,12 +293,12 @@ class Recorder(TorchDispatchMode):
                 else:
                     memory.touch(storage, read_s)
                 if storage.pinned:
-                    op.kept.append(value.untyped_storage())
+                    op.kept += (value.untyped_storage(),)
                 elif storage.checked != memory.overwrites and self.sources.pin_if_lost(storage):
                     op.recordable = False  # else its record would keep the input alive for longer than the program does
                 reference = build_reference(storage, value)
                 op.inputs.append(reference)
-                found.append(reference)
+                found.append(HOLE)
                 key += (reference.shape, reference.stride, reference.dtype, storage.device)
             elif kind is list or kind is tuple:
                 if value and type(value[0]) is int:
@@ -449,12 +431,10 @@ class Recorder(TorchDispatchMode):
 
     def _record_in_place_op(self, op: RecordedOp, known: KnownOp, storage: TrackedStorage) -> RecordedOp:
         """Record an op that writes the next version of `storage` in place."""
-        inputs: list[Reference] = []
-        args = self._replace_own_references(op.args, storage, inputs)
-        kwargs = dict(zip(op.kwargs, self._replace_own_references(op.kwargs.values(), storage, inputs), strict=True))
-        write = RecordedOp(op.operator, args, kwargs)
+        write = RecordedOp(op.operator, op.args, op.kwargs)
         write.grad_enabled, write.settings = op.grad_enabled, op.settings
-        write.inputs, write.kept, write.draws = inputs, op.kept, op.draws
+        write.inputs = [read._replace(storage=None) if read.storage is storage else read for read in op.inputs]
+        write.kept, write.draws = op.kept, op.draws
         write.seconds, write.module = op.seconds, op.module
         # The storage counts with its last size from the first op on.
         write.room_bytes = known.workspace_bytes + (0 if op.operator.resizes_out else known.out_bytes)
@@ -470,18 +450,6 @@ class Recorder(TorchDispatchMode):
         log = self.follower.log
         op.number = self.ops if log is None else len(log.ops)
         self.memory.pending.append(weakref.ref(op))
-
-    def _replace_own_references(self, values: Iterable[Any], storage: TrackedStorage, inputs: list[Reference]) -> list[Any]:
-        """Return the arguments with references to `storage` replaced, and append all references to `inputs`."""
-        found = []
-        for value in values:
-            if isinstance(value, Reference):
-                value = value._replace(storage=None) if value.storage is storage else value
-                inputs.append(value)
-            elif isinstance(value, list):
-                value = self._replace_own_references(value, storage, inputs)
-            found.append(value)
-        return found
 
     def _begin_step(self) -> None:
         """Drop all records if no tensor is saved, unless there are few of them, because that takes time."""

@@ -88,7 +88,7 @@ class Sources:
         if held is None:
             return False
         if held not in op.kept:
-            op.kept.append(held)
+            op.kept += (held,)
         return True
 
     def pin(self, storage: TrackedStorage) -> None:

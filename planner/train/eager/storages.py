@@ -180,15 +180,25 @@ def build_reference(storage: TrackedStorage | None, tensor: torch.Tensor) -> Ref
     )
 
 
+class _Hole:
+    """The place of a tensor among the arguments of a recorded op."""
+
+    def __repr__(self) -> str:
+        return "HOLE"
+
+
+HOLE = _Hole()
+
+
 class RecordedOp:
     """One execution of an operator, with everything that is needed to execute it again.
 
     Attributes:
         operator: the facts about the operator.
         function: the function to call again: the operator, or one that computes the same outputs without side effects.
-        args: its arguments, with a ``Reference`` in place of each tensor.
+        args: its arguments, with ``HOLE`` in place of each tensor, so that ops of a signature share them.
         kwargs: its keyword arguments, likewise.
-        inputs: the references among them.
+        inputs: the tensors among them, in order.
         kept: the storages of inputs that cannot be recomputed.
         known: the facts about its signature; None before they are asked for.
         recordable: it can be executed again.
@@ -235,7 +245,7 @@ class RecordedOp:
         self.function = operator.function
         self.args, self.kwargs = args, kwargs
         self.inputs: list[Reference] = []
-        self.kept: list[torch.UntypedStorage] = []
+        self.kept: tuple[torch.UntypedStorage, ...] = ()
         self.known: KnownOp | None = None
         self.recordable = operator.repeatable
         self.grad_enabled = torch.is_grad_enabled()
@@ -255,29 +265,13 @@ class RecordedOp:
 
 
 def fill(values: Any, tensors: Iterator[Any]) -> Any:
-    """Return nested arguments with the next of `tensors` in place of each ``Reference``."""
-    if isinstance(values, Reference):
+    """Return nested arguments with the next of `tensors` in place of each ``HOLE``."""
+    if values is HOLE:
         return next(tensors)
     if isinstance(values, list):
         return [fill(value, tensors) for value in values]
     if isinstance(values, dict):
         return {name: fill(value, tensors) for name, value in values.items()}
-    return values
-
-
-def leave_out_storages(values: Any) -> Any:
-    """Return arguments with references without storages in place of tensors.
-
-    Raises:
-        NotImplementedError: a dictionary may hold tensors.
-        RuntimeError: a tensor is of an unusual kind, such as a sparse one.
-    """
-    if isinstance(values, torch.Tensor):
-        return build_reference(None, values)
-    if isinstance(values, list):
-        return [leave_out_storages(value) for value in values]
-    if isinstance(values, dict):
-        return {name: leave_out_storages(value) for name, value in values.items()}
     return values
 
 

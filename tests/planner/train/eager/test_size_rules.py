@@ -1,13 +1,18 @@
-"""Rules for the sizes of outputs, beside what the ops make."""
+"""The C++ library's rules for the sizes of outputs, beside what the ops make."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from planner.train.eager.size_rules import get_rule, iterate_tensors
+from planner.train.eager.session import rematerialize
 from planner.train.eager.sizes import OutputSizes
+from tests.support.native import NEEDS_LIBRARY
+
+pytestmark = NEEDS_LIBRARY
 
 aten = torch.ops.aten
 x, y, rows = torch.ones(6, 8, 10), torch.ones(10, 7), torch.tensor([0, 2, 2])
@@ -73,30 +78,46 @@ UNKNOWN: list[Call] = [
 ]
 
 
-def made_bytes(call: Call) -> int:
-    function, args, kwargs = call
-    there = {t.untyped_storage()._cdata for t in iterate_tensors(args)}
-    outputs = {t.untyped_storage()._cdata: t for t in iterate_tensors(function(*args, **kwargs))}
-    return sum(t.untyped_storage().nbytes() for address, t in outputs.items() if address not in there)
+class Misjudged(NamedTuple):
+    """The ops of a block for whose sizes there was no rule, and those that made other bytes than expected."""
+
+    unknown: list[Any]
+    wrong: list[Any]
+
+
+@contextmanager
+def watch_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Misjudged]:
+    found = Misjudged([], [])
+    count_out_bytes = OutputSizes.count_out_bytes
+
+    def count(self: OutputSizes, function: Any, *args: Any) -> int:
+        found.unknown.append(function)
+        return count_out_bytes(self, function, *args)
+
+    def make_room(size_bytes: int, purpose: object) -> None:
+        if size_bytes == 0:  # more room, after an op
+            found.wrong.append(purpose)
+
+    monkeypatch.setattr(OutputSizes, "count_out_bytes", count)
+    with rematerialize("100GB") as session:
+        session.debug.recorder.memory.make_room = make_room  # type: ignore[method-assign, assignment]
+        yield found
 
 
 @pytest.mark.parametrize("number", range(len(EXACT)))
-def test_rules_return_the_bytes_of_the_outputs(number: int) -> None:
+def test_rules_return_the_bytes_of_the_outputs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     function, args, kwargs = EXACT[number]
-    rule = get_rule(function)
-    assert (
-        sum(rule(args, kwargs))
-        == made_bytes(EXACT[number])
-        == OutputSizes(torch.device("cpu")).count_out_bytes(function, args, kwargs)
-    )
+    with watch_sizes(monkeypatch) as found:
+        function(*args, **kwargs)
+    assert found == ([], [])
 
 
 @pytest.mark.parametrize("number", range(len(UNKNOWN)))
-def test_rules_leave_types_that_are_promoted_to_pytorch(number: int) -> None:
+def test_rules_leave_types_that_are_promoted_to_pytorch(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     function, args, kwargs = UNKNOWN[number]
-    rule = get_rule(function)
-    assert rule is not None and rule(args, kwargs) is None
-    assert OutputSizes(torch.device("cpu")).count_out_bytes(function, args, kwargs) == made_bytes(UNKNOWN[number])
+    with watch_sizes(monkeypatch) as found:
+        function(*args, **kwargs)
+    assert found == ([function], [])
 
 
 TYPES = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
@@ -129,36 +150,23 @@ def operands() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
-def test_rules_are_exact_for_all_types(default: torch.dtype) -> None:
+def test_rules_are_exact_for_all_types(default: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Call] = [(op, (a,), {}) for op in UNARY for a in operands()]
     calls += [(op, pair, {}) for op in BINARY for pair in product(operands(), repeat=2)]
     calls += [(op, (a, number), {}) for op in (aten.add.Scalar, aten.mul.Scalar) for a in operands() for number in (2, 2.0, 2j)]
     calls += [(aten.where.self, (torch.ones(4) > 0, a, b), {}) for a, b in product(operands(), repeat=2)]
-    calls += [(op, (a,), {"dtype": dtype}) for op in (aten.sum, aten.clone) for a in operands() for dtype in (*TYPES, None)]
-    decided, before = 0, torch.get_default_dtype()
+    calls += [(aten.sum, (a,), {"dtype": dtype}) for a in operands() for dtype in (*TYPES, None)]
+    before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
-        for op, args, kwargs in calls:
-            function = getattr(op, "default", op)
-            kwargs = {} if op is aten.clone else kwargs
-            try:
-                made = made_bytes((function, args, kwargs))
-            except (RuntimeError, TypeError):  # no kernel for these types
-                continue
-            rule = get_rule(function)
-            sizes = rule(args, kwargs)
-            decided += sizes is not None
-            assert sizes is None or sum(sizes) == made, (function, [(a.dtype, a.shape) for a in iterate_tensors(args)], kwargs)
+        with watch_sizes(monkeypatch) as found:
+            for op, args, kwargs in calls:
+                with suppress(RuntimeError, TypeError):  # no kernel for these types
+                    op(*args, **kwargs)
     finally:
         torch.set_default_dtype(before)
-    assert decided > len(calls) / 4
-
-
-@pytest.mark.parametrize(
-    "function", [aten.cumsum.default, aten.arange.default, aten.equal.default, aten.nonzero.default, aten.frexp.Tensor]
-)
-def test_unsupported_ops_have_no_size_rule(function: object) -> None:
-    assert get_rule(function) is None
+    assert found.wrong == []
+    assert len(found.unknown) < 0.75 * len(calls)
 
 
 def test_only_memory_of_the_device_counts() -> None:
@@ -167,11 +175,10 @@ def test_only_memory_of_the_device_counts() -> None:
     assert sizes.count_out_bytes(aten.relu.default, (torch.ones(5),), {}) == 0
 
 
-def test_numbers_may_be_on_another_device() -> None:
-    sizes = OutputSizes(torch.device("meta"))
-    assert sizes.count_out_bytes(aten.mul.Tensor, (torch.ones(()), torch.ones((), device="meta")), {}) == 4
-    assert sizes.count_out_bytes(aten.mul.Tensor, (torch.ones(()), torch.ones(3, device="meta")), {}) == 12
-
-
-def test_wrong_arguments_are_left_to_the_op() -> None:
-    assert OutputSizes(torch.device("cpu")).count_out_bytes(aten.mm.default, (x[0], torch.ones(())), {}) == 0
+@pytest.mark.parametrize("args", [(x[0], torch.ones(())), (torch.ones(()), x[0]), (x, x)])
+def test_wrong_arguments_are_left_to_the_op(args: tuple[torch.Tensor, ...]) -> None:
+    with pytest.raises(RuntimeError) as expected:
+        aten.mm.default(*args)
+    with rematerialize("1GB"), pytest.raises(RuntimeError, match="mat") as found:
+        aten.mm.default(*args)
+    assert str(found.value) == str(expected.value)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from planner.torch_private.core import silence_fakes
-from planner.train.eager.size_rules import iterate_tensors
 from planner.train.eager.sizes import OutputSizes, count_lstm_workspace_bytes
+from planner.train.eager.tensor_arguments import iterate_tensors
 
 aten = torch.ops.aten
 _exp = aten.exp.default

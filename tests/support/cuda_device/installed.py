@@ -120,6 +120,7 @@ def _torch(machine: Machine, thread: DeviceThread) -> Iterator[tuple[object, str
     yield torch.autograd, "_engine_run_backward", engine(engine_of, thread)
     yield torch._C, "_cuda_cudaCachingAllocator_raw_alloc", partial(raw_alloc, machine)
     yield torch._C, "_cuda_cudaCachingAllocator_raw_delete", partial(raw_delete, machine)
+    yield torch._C, "_cuda_isHistoryEnabled", lambda: True  # there is none to ask for
     yield torch._C, "_cuda_clearCublasWorkspaces", lambda: [memory.workspaces.clear() for memory in machine.memories]
     yield from traced_on_the_cpu()
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -22,7 +23,8 @@ def traced_on_the_cpu() -> Iterator[tuple[object, str, object]]:
         if place.type != "cuda":
             return original(step, batch, as_on_cuda=as_on_cuda, numbers=numbers)
         torch.cuda.synchronize(place)
-        with _on_the_cpu(step):
+        # With builds for CUDA, Dynamo would ask for the stream of a device, which the driver has not.
+        with _on_the_cpu(step), patch.object(torch.accelerator, "is_available", lambda: False):
             traced, _, branches = original(step, _batch_on_the_cpu(batch), as_on_cuda=as_on_cuda, numbers=numbers)
         _move(traced.graph_module, place)
         return traced, None, branches

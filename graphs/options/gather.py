@@ -10,7 +10,7 @@ to its sum as soon as it is there, and the reduction, if this batch has one, rea
 
 With the option ``OVERLAP`` gathers and reductions are transfers: they run on a channel, in parallel with the computation. A
 gather is like a reload whose source is always there, and which has several targets; a reduction is like an offload that must
-happen. Known weakness: a unit is gathered as a whole.
+happen.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -71,19 +71,19 @@ class Unit:
     Attributes:
         name: unique among the units of a graph.
         shards: the parameters that the step reads, at least one.
+        gather: its cost.
         gradients: the tensors that their gradients are read from; empty if none is trained.
         reduced_bytes: bytes of the shards of the gradients.
-        gather: its cost.
         reduction: its cost; None if no gradients are reduced in this step.
         sums: the sums that their gradients are added to; empty if they are reduced alone.
     """
 
     name: str
     shards: tuple[Shard, ...]
-    gradients: tuple[int, ...]
-    reduced_bytes: int
     gather: CollectiveCost
-    reduction: CollectiveCost | None
+    gradients: tuple[int, ...] = ()
+    reduced_bytes: int = 0
+    reduction: CollectiveCost | None = None
     sums: tuple[Sum, ...] = ()
 
 

@@ -35,7 +35,7 @@ def insert(graph: Graph, *, adds: bool = False, reduces: bool = True) -> Inserte
     def build(name: str, gradient: int) -> Unit:
         sums = (Sum(f"{name}.sum", (gradient,), WHOLE, CollectiveCost(1.0, 0)),) if adds else ()
         shards, gradients = (Shard(names[name], SHARD, WHOLE),), (gradient,)
-        return Unit(name, shards, gradients, SHARD, cost, cost if reduces else None, sums)
+        return Unit(name, shards, cost, gradients, SHARD, cost if reduces else None, sums)
 
     gradients = (("first", "a_backward"), ("second", "b_backward"))
     return insert_units(graph, [build(name, names[gradient]) for name, gradient in gradients], frozenset())

@@ -48,7 +48,7 @@ def draw_units(draw: random.Random, ops: int) -> Graph:
     def describe(u: int, gradients: tuple[int, ...]) -> Unit:
         cost = CollectiveCost(float(draw.randint(1, 8)), draw.choice((0, 2, 4)))
         reduction = CollectiveCost(float(draw.randint(1, 6)), draw.choice((0, 2))) if gradients else None
-        return Unit(f"u{u}", tuple(Shard(t, 1, graph.tensors[t].size_bytes) for t in read[u]), gradients, 2, cost, reduction)
+        return Unit(f"u{u}", tuple(Shard(t, 1, graph.tensors[t].size_bytes) for t in read[u]), cost, gradients, 2, reduction)
 
     last = graph.ops[-1].outputs[:1] if draw.random() < 0.7 else ()
     kept = [] if last else [made[-1]]
@@ -98,7 +98,7 @@ def test_no_row_makes_the_main_device_wait_for_a_gradient_that_only_a_reduction_
     (large,) = draft.add_op("large", [], [1], time_s=5.0, workspace_bytes=6, phase=Phase.BACKWARD)
     (second,) = draft.add_op("second", [large], [1], time_s=1.0, phase=Phase.BACKWARD)
     (last,) = draft.add_op("last", [large], [1], time_s=9.0, phase=Phase.BACKWARD)
-    unit = Unit("u", (Shard(p, 1, 1),), (first, second), 1, cost, cost)
+    unit = Unit("u", (Shard(p, 1, 1),), cost, (first, second), 1, cost)
     program = OVERLAP.add_to(insert_units(draft.build_graph([]), [unit], [last]).graph, Surroundings())
     graph = OFFLOAD.add_to(program, Surroundings(Link.even(1.0)))
     for budget in (10, 12):

@@ -263,6 +263,7 @@ def check_peak_in_a_reduction(rank: int, *, settings: dict[str, Any] = SETTINGS)
     """Where a reduction holds the most, its division by the number of processes counts too, also in another thread."""
     torch.manual_seed(0)
     step = train(rank, Net(vocabulary=3000), shard, budget="100%", tokens=1, settings=settings)
+    assert count_gathers(step) == (5, 5)  # of the root unit, what is read before and after the blocks apart
     graph, schedule = step._executor.graph, step.plan.schedule
     memory_bytes = simulate(graph, schedule).memory_bytes
     peak = memory_bytes.index(max(memory_bytes))

@@ -124,11 +124,10 @@ class PlanRecord:
         whole = format_bytes(self.graph.keep_everything_peak_bytes)
         budget = f"budget {format_bytes(self.budget_bytes)}{'' if self.memory is CountedMemory.ALLOCATED else f' {self.memory}'}"
         peaks = f"{budget}, peak {format_bytes(self.peak_bytes)} predicted"
-        gap = "unknown" if self.gap is None else format_ratio(self.gap)
         lines = (
             f"{peaks}, {measured} (keeping everything: {whole})",
             *(() if self.reserved is None else (f"{name} {value}" for name, value in self.reserved.list_lines())),
-            f"step time {self._step_time()}, {self.status}, gap {gap}{self._format_costs()}",
+            f"step time {self._step_time()}, {self.status}, {self.proof}",
             "" if self.ended is None or self.status in SOLVED else f"solved for {self.seconds:.3g} s: {self.ending}",
             "" if self.eager is None else str(self.eager),
             f"allowed to differ by {'; '.join(self.differs)}" if self.differs else "",
@@ -191,10 +190,13 @@ class PlanRecord:
         measured = "" if self.eager is None else self.eager.slowdown
         return f"measured {measured} ({predicted})" if measured else predicted
 
-    def _format_costs(self) -> str:
-        """Return the costs that time and bound hold for as text; "" without a bound."""
+    @property
+    def proof(self) -> str:
+        """The gap, and the costs that it holds for, in words."""
+        if self.gap is None:
+            return "gap unknown"
         times = str(self.graph.provenance.get("times", ""))
-        return "" if self.bound_s is None or not times else f" {_COSTS.get(times, f'for the costs {times}')}"
+        return f"gap {format_ratio(self.gap)}" + (f" {_COSTS.get(times, f'for the costs {times}')}" if times else "")
 
     def _format_kernels(self) -> str:
         """Return the variant of Inductor's kernels and the time of their compilation as text; "" for kernels of eager PyTorch."""

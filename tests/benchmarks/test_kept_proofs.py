@@ -26,3 +26,9 @@ def test_proofs_that_say_less_are_lost() -> None:
     found = [(None, None), (1.0, 0.02), (1.0, 0.02), (None, None), (1.1, 0.03), (1.2, 0.01), (1.2, 0.02)]
     proofs = [Proof(i, "feasible", bound_s, gap) for i, (bound_s, gap) in enumerate(found)]
     assert [proof.step for proof in list_lost(proofs)] == [3, 4, 6]
+
+
+def test_a_larger_gap_is_not_lost_for_new_costs_within_the_tolerance() -> None:
+    found = [("optimal", 0.0, "alone"), ("optimal", 1e-3, "in steps"), ("optimal", 2e-3, "in steps"), ("feasible", 0.1, "new")]
+    proofs = [Proof(i, status, 1.0, gap, costs) for i, (status, gap, costs) in enumerate(found)]
+    assert [proof.step for proof in list_lost(proofs)] == [2, 3]

@@ -33,7 +33,8 @@ from planner.settings.budget import Bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import apply_recorded_options
 from planner.train.distributed.ranks import SingleProcess
-from solvers.result import OPTIMAL_GAP, SOLVED, get_tolerance
+from solvers.result import OPTIMAL_GAP, SOLVED, get_tolerance, is_within
+from solvers.tolerance import Tolerance
 
 _TIMED_STEPS = 3
 _GAIN = 0.002  # of the step: gain that a plan must have to be swapped in, during the solve and at its end
@@ -154,7 +155,7 @@ class Improvement:
         self._time_s, self._bound_s = plan.time_s, plan.bound_s
         executor.start_training(self.plan.budget_bytes, check_writes=self._executor.check_writes)
         self._executor, self._watch = executor, PeakWatch(executor)
-        return PlanSwap(self.plan, executor, self._captured.graph, f"{gain:.1%} faster, found during training")
+        return PlanSwap(self.plan, executor, self._captured.graph, f"{gain:.1%} faster, found during training: {plan.proof}")
 
     def compute_over_bytes(self) -> int | None:
         """Return by how much the peak of the first step of a plan was over the budget; None until it is known."""
@@ -234,10 +235,14 @@ class Improvement:
             self._is_solved = True
 
     def _solve_here(self) -> None:
-        """Solve again between two steps; a process goes on if what is proved is above the tolerance."""
-        found = solve_here(self._build_job(), _START_S).plan
+        """Solve again between two steps, for the gap that is shown; a process goes on if the result is above the tolerance."""
+        job = self._build_job()
+        enough = job.settings.tolerance.first
+        shown = Tolerance.of(enough if self.plan.gap is None else min(enough, self.plan.gap))
+        found = solve_here(replace(job, settings=replace(job.settings, tolerance=shown)), _START_S).plan
         if found is not None:
-            self._candidate, self._is_solved = found, found.status in SOLVED
+            self._candidate = replace(found, settings={**found.settings, "tolerance": enough})
+            self._is_solved = self._candidate.status in SOLVED
             self._is_settled |= self._is_solved
 
     def _build_job(self) -> SolveJob:
@@ -414,7 +419,7 @@ def set_arena(plan: Plan, arena: Arena | DeviceArena | None) -> Plan:
 
 def _is_as_close(plan: Plan, other: Plan) -> bool:
     """Return True if the gap of `plan` is no larger than that of `other`."""
-    return other.gap is None or (plan.gap is not None and plan.gap <= other.gap)
+    return other.gap is None or is_within(plan.time_s, plan.bound_s, other.gap)
 
 
 def _list_first_executions(plan: Plan) -> Sequence[int]:

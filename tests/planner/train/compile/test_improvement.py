@@ -311,6 +311,28 @@ def test_only_a_plan_found_in_a_moment_is_solved_again_here(
     assert limits == ([improvement._START_S] if here else [])
 
 
+def test_a_solve_here_seeks_the_gap_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_processes(monkeypatch, Scripted)
+    times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
+    first_plan_with(monkeypatch, seconds=0.1)
+    tolerances: list[float] = []
+
+    def solve(job: SolveJob, most_s: float) -> Ended:
+        tolerances.append(job.settings.tolerance.first)
+        plan = solve_graph(job.graph, job.budget, replace(job.settings, work_limit=50.0), start=job.start)
+        return Ended(replace(plan, bound_s=plan.time_s / 1.0009, settings={**plan.settings, "tolerance": 0.0}))
+
+    monkeypatch.setattr(improvement, "solve_here", solve)
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    first = step.plan
+    for seed in range(4):
+        assert_trains_as_eager(step, model, batch, seed)
+    assert tolerances == [min(1e-3, first.gap)]
+    assert step.plan.status == "optimal" and step.plan.proof == "gap 0.09% for the costs measured in training steps"
+    assert all(use.reason.endswith(step.plan.proof) for use in step.history[1:])
+
+
 @pytest.mark.parametrize("reordered", [True, False])
 def test_an_order_that_was_preferred_to_program_order_stays(*, reordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     in_processes(monkeypatch, Scripted)

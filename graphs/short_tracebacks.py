@@ -8,7 +8,7 @@ from functools import wraps
 from inspect import signature
 from pathlib import Path
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from graphs.errors import PlannerError, causes, refuse_unknown_options
 
@@ -18,13 +18,17 @@ T = TypeVar("T")
 _ROOT = Path(__file__).resolve().parent.parent
 _OURS = tuple(f"{_ROOT / name}/" for name in ("planner", "solvers", "graphs"))
 _LIBRARIES = ("torch", "transformers", "accelerate", "lightning", "pytorch_lightning")
+_MACHINERY = ("/torch/_dynamo/", "/torch/_functorch/", "/torch/autograd/function.py")  # between a planned model and its ops
+_BY_OP = "raised_by_op"  # an attribute of errors
+_GENERATED = "<eval_with_key>"  # the file of code that torch.fx makes
 
 
 def shorten_traceback(function: Callable[P, T]) -> Callable[P, T]:
     """Return the public function `function`, with errors of the planner raised at its call.
 
     Of the frames below only those of the user's code stay, such as a model's forward pass. ``error.full_traceback`` has the text
-    of the whole traceback. An option that a function does not have is such an error too.
+    of the whole traceback. An option that a function does not have is such an error too. Errors of the user's own code lose our
+    frames (``show_as_eager``).
     """
     parameters = signature(function).parameters
     takes_all = function.__qualname__ != function.__name__ or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -39,14 +43,16 @@ def shorten_traceback(function: Callable[P, T]) -> Callable[P, T]:
         except PlannerError as error:
             shorten(error, handled)
             raise
+        except Exception as error:
+            show_as_eager(error)
+            raise
 
     return run_public
 
 
 def shorten(error: PlannerError, handled: BaseException | None = None) -> None:
     """Remove the frames and the causes of `error` that say nothing to users; `handled` was in work before the public call."""
-    if not error.full_traceback:
-        error.full_traceback = "".join(traceback.format_exception(error))
+    _keep_full_traceback(error)
     if error.__cause__ is None or isinstance(error.__cause__, PlannerError) or _is_internal(error.__cause__):
         error.__cause__, error.__context__, error.__suppress_context__ = None, handled, handled is None
     for one in causes(error):
@@ -56,6 +62,46 @@ def shorten(error: PlannerError, handled: BaseException | None = None) -> None:
 def hide_frames(error: BaseException) -> None:
     """Remove the frames of this project from the traceback of `error`, where it stands around code of others."""
     error.__traceback__ = _leave_out(error.__traceback__, _is_ours)
+
+
+def show_as_eager(error: Exception) -> None:
+    """Remove our frames from `error` if the user's code, a library that it calls, or an op has raised it; else do nothing.
+
+    ``error.full_traceback`` is set as for errors of the planner.
+    """
+    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raising = next((path for path in reversed(frames) if "/site-packages/" not in path), _GENERATED)
+    if _BY_OP in vars(error) or not (_is_ours(raising) or raising.startswith(_GENERATED)):
+        _keep_full_traceback(error)
+        error.__traceback__ = _leave_out(error.__traceback__, _is_machinery)
+
+
+def mark_as_raised_by_op(error: Exception) -> None:
+    """Let ``show_as_eager`` remove our frames from `error`, which an op of the user's code has raised."""
+    vars(error)[_BY_OP] = True
+
+
+def raise_at(file: str, line: int, name: str, failed: list[BaseException]) -> NoReturn:
+    """Raise the error in `failed`, which is emptied, as if a line of a file did it, in the function `name`."""
+    scope: dict[str, Any] = {}
+    exec(compile("\n" * (line - 1) + "def raise_failed(failed): raise failed.pop()", file, "exec"), scope)
+    raise_failed = scope.pop("raise_failed")
+    raise_failed.__code__ = raise_failed.__code__.replace(co_name=name, co_qualname=name)
+    raise_failed(failed)
+    raise AssertionError("the function raises")
+
+
+def raise_at_caller(file: str, line: int, name: str, error: Exception) -> NoReturn:
+    """Raise `error`, which an op has raised, at the line of the user's code that called the op, in the function `name`."""
+    _keep_full_traceback(error)
+    failed: list[BaseException] = [error.with_traceback(None)]
+    del error
+    raise_at(file, line, name, failed)
+
+
+def _keep_full_traceback(error: Any) -> None:
+    if not getattr(error, "full_traceback", ""):
+        error.full_traceback = "".join(traceback.format_exception(error))
 
 
 def _is_internal(error: BaseException) -> bool:
@@ -84,6 +130,10 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
 
 def _is_ours(path: str) -> bool:
     return path.startswith(_OURS)
+
+
+def _is_machinery(path: str) -> bool:
+    return _is_ours(path) or any(part in path for part in _MACHINERY)
 
 
 def _is_inside(path: str) -> bool:

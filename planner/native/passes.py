@@ -6,8 +6,9 @@ Known weakness: a pass whose library cannot be compiled keeps both its code and 
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
+from graphs.short_tracebacks import raise_at
 from planner.capture.program.builder import Line, Pass, run_within
 from planner.native.library import Library, find_library
 from planner.native.lowering import FlatProgram, lower_pass
@@ -75,13 +76,4 @@ class NativePass:
             if not 0 <= position.value < len(self._lines):
                 raise
             failed = [error]
-        return _raise_at(self._lines[position.value], failed)
-
-
-def _raise_at(line: Line, failed: list[BaseException]) -> NoReturn:
-    """Raise the error in `failed`, which is emptied, from a line of a file."""
-    file, number = line
-    scope: dict[str, Any] = {}
-    exec(compile("\n" * (number - 1) + "def forward(failed): raise failed.pop()", file, "exec"), scope)
-    scope.pop("forward")(failed)
-    raise AssertionError("the function raises")
+        return raise_at(*self._lines[position.value], "forward", failed)

@@ -148,7 +148,11 @@ class Executor:
 
     def _describe_memory(self, code: Code) -> PlannedMemory:
         return PlannedMemory(
-            self.graph, code.lines, self.devices.places.__getitem__, StateNotMade(self.graph, self.training_step)
+            self.graph,
+            code.lines,
+            self.program.traces,
+            self.devices.places.__getitem__,
+            StateNotMade(self.graph, self.training_step),
         )
 
     def start_training(self, budget_bytes: int, *, check_writes: bool) -> None:

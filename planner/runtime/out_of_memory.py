@@ -1,19 +1,21 @@
-"""Out-of-memory errors with the request, the memory of the plan, and a budget that would work."""
+"""Errors in planned steps: out of memory, with the plan's memory and a budget that would work; others at the user's line."""
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from graphs.errors import OutOfMemoryError
+from graphs.errors import OutOfMemoryError, PlannerError
 from graphs.ir import Graph, Kind, Op
 from graphs.pools import DEVICE, HOST
 from graphs.schedule import Compute
+from graphs.short_tracebacks import raise_at_caller
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
+from planner.capture.frontend.source_lines import find_traced_line
 from planner.memory.free_memory import free_bytes
 from planner.runtime.allocator_failure import AllocatorFailure, find_allocator_failure
 from planner.runtime.step_lines import StepLines
@@ -29,6 +31,7 @@ class PlannedMemory:
     Attributes:
         graph: the planned graph.
         lines: lines of its code.
+        traces: ``Program.traces``.
         place: returns the device of a pool, by name.
         missing_bytes: returns the static bytes that are not allocated yet, such as the optimizer's state before its first step.
         afterwards: sentence of the error on the state of the model.
@@ -36,31 +39,37 @@ class PlannedMemory:
 
     graph: Graph
     lines: StepLines
+    traces: Sequence[str | None]
     place: Callable[[str], torch.device]
     missing_bytes: Callable[[], int] = lambda: 0
     afterwards: str = "The model, its gradients and the random state are as before the step."
 
-    @contextmanager
-    def report_errors(self, which_pass: str) -> Iterator[None]:
-        """Replace memory errors of the pass that runs inside the context; the tensors of the pass are released first.
+    def report_errors(self, which_pass: str) -> "ErrorReport":
+        """Return a context that replaces memory errors of the pass that runs inside, whose tensors are released first.
+
+        Other errors of an op are raised at the line of the user's code that called it.
 
         Raises:
             OutOfMemoryError: an allocation has failed.
         """
-        try:
-            yield
-        except Exception as error:
-            failure = find_allocator_failure(error)
-            if failure is None:
-                raise
-            report = self._report(failure, error, which_pass)
-            let_go(error)
-            raise report from error
+        return ErrorReport(self, which_pass)
 
-    def _report(self, failure: AllocatorFailure, error: BaseException, which_pass: str) -> OutOfMemoryError:
+    def raise_at_caller(self, error: Exception, which_pass: str) -> None:
+        """Raise `error` at the line of the user's code that called the failed op; do nothing if that is not known."""
+        op = None if isinstance(error, PlannerError) else self._find_failed_op(error)
+        line = find_traced_line(self.traces[op.id]) if op is not None and op.id < len(self.traces) else None
+        if line is not None and line.lineno is not None:
+            error.add_note(f"raised in the {which_pass} pass of a planned step, by {_name_op(op)}")
+            raise_at_caller(line.filename, line.lineno, line.name, error)
+
+    def _find_failed_op(self, error: BaseException) -> Op | None:
         step = self.lines.find_failed_step(error)
         failed = None if step is None else self.lines.schedule.steps[step]
-        op = self.graph.ops[failed.op] if isinstance(failed, Compute) else None
+        return self.graph.ops[failed.op] if isinstance(failed, Compute) else None
+
+    def describe(self, failure: AllocatorFailure, error: BaseException, which_pass: str) -> OutOfMemoryError:
+        """Return the error to raise for a `failure` of the allocator in `which_pass`, which ended with `error`."""
+        step, op = self.lines.find_failed_step(error), self._find_failed_op(error)
         pool = DEVICE if op is None else _get_pool(self.graph, op)
         index = [p.name for p in self.graph.pools].index(pool)
         place = self.place(pool)
@@ -105,6 +114,28 @@ class PlannedMemory:
             f"Plan with budget='{_format_exact(wanted)}' in place of the present peak of {format_bytes(peak_bytes)}, or lower "
             "the batch size."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """The context of ``PlannedMemory.report_errors``; one of a generator would restore the traceback of an error."""
+
+    memory: PlannedMemory
+    which_pass: str
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise what is to be raised in place of `error`."""
+        if not isinstance(error, Exception):
+            return
+        if (failure := find_allocator_failure(error)) is None:
+            self.memory.raise_at_caller(error, self.which_pass)
+            return
+        report = self.memory.describe(failure, error, self.which_pass)
+        let_go(error)
+        raise report from error
 
 
 class StateNotMade:

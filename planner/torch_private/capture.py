@@ -39,6 +39,7 @@ from torch._dynamo.exc import (
     BackendCompilerFailed,  # wraps errors of a backend
     FailOnRecompileLimitHit,  # inputs of too many sizes
     TorchDynamoException,  # its messages need no class name
+    TorchRuntimeError,
 )
 from torch._dynamo.functional_export import (
     DynamoBytecodeFlatten,  # finds the inputs of the captured graph, starting from the step

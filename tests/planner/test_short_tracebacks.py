@@ -13,7 +13,7 @@ from torch import nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import InfeasibleError, PlannerError, UsageError
+from graphs.errors import InfeasibleError, PlannerError, TraceError, UsageError
 
 X, Y = torch.randn(8, 16), torch.randn(8, 4)
 ROOT = Path(planner.__file__).parent
@@ -98,6 +98,55 @@ def test_errors_in_the_backend_have_no_frames_of_ours() -> None:
         torch.compile(net(), backend="planner", options={"budget": 3000})(X).sum().backward()
     frames = traceback.extract_tb(raised.value.__traceback__)
     assert [frame.name for frame in frames if Path(frame.filename).is_relative_to(ROOT)] == []
+
+
+class Wrong(nn.Module):
+    """Fails in its own code, or in an op that only real tensors refuse."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.linear, self.fault = nn.Linear(16, 4), fault
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fault == "own":
+            raise KeyError("missing")
+        if self.fault == "index":
+            x = x + F.embedding(torch.tensor([99]), self.linear.weight)
+        return self.linear(x.double() if self.fault == "dtype" else x)
+
+
+def train_by_compile(model: nn.Module) -> None:
+    planner.compile(model, F.mse_loss, (X, Y), budget="100%", **QUICK)(X, Y).backward()
+
+
+def train_by_checkpoint(model: nn.Module) -> None:
+    torch._dynamo.reset()
+    F.mse_loss(planner.checkpoint(model, budget="100%")(X), Y).backward()
+
+
+def train_in_a_block(model: nn.Module) -> None:
+    with planner.rematerialize("1MB"):
+        F.mse_loss(model(X), Y).backward()
+
+
+@pytest.mark.filterwarnings("ignore:op addmm cannot be measured alone")
+@pytest.mark.parametrize("fault", ["own", "index", "dtype"])
+@pytest.mark.parametrize("train", [train_by_compile, train_by_checkpoint, train_in_a_block])
+def test_errors_of_the_users_model_have_its_line_and_no_frames_of_ours(train: Callable[[nn.Module], None], fault: str) -> None:
+    with pytest.raises((KeyError, IndexError, RuntimeError)) as eager:
+        Wrong(fault)(X)
+    with pytest.raises(eager.type) as raised:
+        train(Wrong(fault))
+    frames = traceback.extract_tb(raised.value.__traceback__)
+    assert [frame.filename for frame in frames if Path(frame.filename).is_relative_to(ROOT)] == []
+    assert any(frame.name == "forward" and frame.filename == __file__ for frame in frames)
+    assert len(frames) <= 9 and not any("_dynamo" in frame.filename for frame in frames)
+    assert str(ROOT) in raised.value.full_traceback
+
+
+def test_an_op_that_fails_on_the_batch_under_checkpoint_is_named_in_one_line() -> None:
+    with pytest.raises(TraceError, match=r"an op of the model fails on this batch: RuntimeError: .*, at .*test_short_tracebacks"):
+        train_by_checkpoint(FunctionModule(lambda m, x: m.linear(m.linear(x)), linear=nn.Linear(16, 4)))
 
 
 def test_frames_of_the_model_stay() -> None:

@@ -156,6 +156,15 @@ def _is_users(error: Exception) -> bool:
     return not is_our_code(innermost)
 
 
+def build_failure_on_fakes(error: Exception) -> TraceError | None:
+    """Return the error to raise where Dynamo says that an op of a model fails on fake tensors; None if it says no such thing."""
+    found = re.search(r"with fake tensors: .*: got (?P<kind>\w+)\((?P<said>.*)\)$", str(error), re.MULTILINE)
+    if found is None:
+        return None
+    said, where = found["said"].strip("'\"").rstrip("."), format_location(find_traced_line(str(error)))
+    return _build_trace_error(f"an op of the model fails on this batch: {found['kind']}: {said}, at {where}", error)
+
+
 def _describe_failed_op(error: Exception, find_raised: Callable[[], Exception | None]) -> str | None:
     """Return the message for an op that fails on the batch, outside of the capture too; None if none does.
 

@@ -9,6 +9,7 @@ Known weakness: nodes that share a part of another's storage, such as two result
 """
 
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -145,6 +146,7 @@ class _GraphLowering:
             constants=self.constants,
             generator=self.generator,
             own_generator=self.own_generator,
+            traces=tuple(None if node is None else node.meta.get("stack_trace") for node in self.nodes),
         )
         return build_graph(self.ops, self.tensors, program, provenance), program, tuple(self.nodes)
 
@@ -346,7 +348,7 @@ def build_graph(ops: Sequence[Op], tensors: Sequence[Tensor], program: Program, 
 
 def _format_module_path(stack: Mapping[str, tuple[str, object]]) -> str:
     path = list(stack.values())[-1][0]
-    return path.removeprefix("L['self'].").replace("_modules['", "").replace("']", "")
+    return re.sub(r"^L\['(\w+)'\]", r"\1", path).removeprefix("self.").replace("_modules['", "").replace("']", "")
 
 
 def _get_node(arg: object) -> fx.Node:

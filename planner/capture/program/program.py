@@ -330,6 +330,7 @@ class Program:
         aligned: static tensors that kernels for CUDA expect to begin at a multiple of 16 bytes.
         names: names of some targets, for display.
         numbers: how many numbers of Python the calls take, which follow the static tensors (``planner.capture.program.numbers``).
+        traces: for each op, the stack of the user's code that called it, as text; None if it is not known.
     """
 
     calls: tuple[OpCalls, ...]
@@ -344,6 +345,7 @@ class Program:
     aligned: frozenset[int] = frozenset()
     names: Mapping[str, object] = field(default_factory=dict)
     numbers: int = 0
+    traces: tuple[str | None, ...] = ()
     _lookups: "list[_Lookups]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     def gather(self, step: Any, leaves: Sequence[object]) -> list[Any]:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from graphs.errors import PlannerError
 from graphs.short_tracebacks import shorten_traceback
+from planner.capture.frontend.failures import build_failure_on_fakes
 from planner.capture.frontend.joint import find_logging_methods
 from planner.capture.guards.messages import get_code
 from planner.capture.step import check_module
@@ -142,6 +143,8 @@ def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(error.inner_exception, PlannerError):
                 raise error.inner_exception from None
             raise
+        except private.TorchRuntimeError as error:
+            raise build_failure_on_fakes(error) or error from None
         except private.FailOnRecompileLimitHit as error:
             raise PlannerError(_describe_changes(private.list_recompile_reasons(error))) from None
 

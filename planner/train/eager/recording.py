@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from graphs.errors import BudgetError
+from graphs.short_tracebacks import mark_as_raised_by_op
 from planner.capture.rewrites.sparse_products import list_strided_parts
 from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import TorchDispatchMode, storage_address
@@ -336,6 +337,7 @@ class Recorder(TorchDispatchMode):
                     return op.operator.call(*args, **kwargs)
                 except Exception as error:
                     if not self._can_retry(op, in_part, error):
+                        mark_as_raised_by_op(error)
                         raise
                 for storage in in_part:
                     self.recomputation.restore(storage)

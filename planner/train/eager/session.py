@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.io.formats import write_graph
-from graphs.short_tracebacks import shorten, shorten_traceback
+from graphs.short_tracebacks import shorten, shorten_traceback, show_as_eager
 from graphs.units import format_bytes, format_enough, format_seconds
 from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.memory.reserved import choose_memory_on
@@ -181,6 +181,8 @@ class Rematerialization:
         self._block.__exit__(kind, error, trace)
         if isinstance(error, PlannerError):
             shorten(error)
+        elif isinstance(error, Exception):
+            show_as_eager(error)
         if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
             error.add_note(
                 "planner.rematerialize does not support higher-order operators: run that part of the model outside of the block, "

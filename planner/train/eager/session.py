@@ -26,6 +26,7 @@ from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
 from planner.show.facts.timeline import Timeline
 from planner.show.report.page import write_pages
+from planner.torch_private.checkpoints import Hooks, pack_recomputed
 from planner.torch_private.core import (
     is_functional_tensor,
     is_functorch_wrapped,
@@ -50,6 +51,8 @@ from solvers.online.heuristics import MEGENGINE, NAMES
 
 # In threads with a block, transforms of torch.func keep what autograd saves inside of them, as without a block.
 _TRANSFORMS = SharedContext(lambda: let_transforms_disable_hooks(is_in_block))
+_HOOKS: list[Hooks] = []  # of the blocks; what checkpoints recompute in them is evicted too
+_CHECKPOINTS = SharedContext(lambda: pack_recomputed(_HOOKS.__contains__))
 _SHOWN = 5  # operators and modules in the report
 
 
@@ -168,7 +171,11 @@ class Rematerialization:
             block.enter_context(recorder)
             self._hooks = block.enter_context(SwitchedHooks(recorder))
             block.enter_context(_TRANSFORMS)
-            block.enter_context(saved_tensors_hooks(*self._hooks.build_hooks()))
+            hooks = self._hooks.build_hooks()
+            _HOOKS.append(hooks)
+            block.callback(_HOOKS.remove, hooks)
+            block.enter_context(_CHECKPOINTS)
+            block.enter_context(saved_tensors_hooks(*hooks))
             self._block = block.pop_all()
         ACTIVE.session = self
         return self

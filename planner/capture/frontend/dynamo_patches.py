@@ -40,7 +40,7 @@ def allow_requires_grad_writes() -> Iterator[None]:
     Models do so to get gradients where their first layers are frozen (``enable_input_require_grads`` of Transformers). Nobody
     reads the gradient of `hidden` itself. A write that changes nothing is left out. Dynamo refuses results that depend on such
     a tensor, since ``torch.compile`` might return them without their history; the loss of a step has its own. Before torch 2.13
-    it follows none: they are left out.
+    it follows none: they are left out. Tensors that are made so (``torch.zeros(8, requires_grad=True)``) are told to afterwards.
 
     A tensor of the batch, as of the points of a differential equation, is read by the rest of the step through an alias that
     requires a gradient. A warning says that the tensor itself gets none.
@@ -54,7 +54,16 @@ def allow_requires_grad_writes() -> Iterator[None]:
             stack.enter_context(patch.object(private.OutputGraph, private.FOLLOWS_REQUIRES_GRAD, lambda *_: None))
         write = _write_or_refuse if private.FOLLOWS_REQUIRES_GRAD else _write_or_leave
         stack.enter_context(wrap(*private.find_tensor_method("requires_grad_"), write))
+        stack.enter_context(wrap(private.TorchInGraphFunctionVariable, "call_function", _make_with_gradient))
         yield
+
+
+def _make_with_gradient(call: Any, function: Any, translator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    wanted = kwargs.get("requires_grad")
+    if wanted is None or isinstance(function.value, type) or not (wanted.is_python_constant() and wanted.as_python_constant()):
+        return call(function, translator, args, kwargs)
+    made = call(function, translator, args, {name: value for name, value in kwargs.items() if name != "requires_grad"})
+    return made.call_method(translator, "requires_grad_", [], {})
 
 
 def _set_requires_grad(set_attribute: Any, function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:

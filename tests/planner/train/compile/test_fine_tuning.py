@@ -50,6 +50,7 @@ GRADIENT_WRITES = [
     by_attribute,
     lambda h: (2 * h).detach().requires_grad_().requires_grad_(),
     writing_what_is,
+    lambda h: h + torch.zeros(16, requires_grad=True),
 ]
 
 

@@ -97,7 +97,8 @@ def build_failure(error: Exception, step: TrainingStep, batch: Batch, branches: 
         return own
     if isinstance(found, TypeError) and (wrong := step.describe_wrong_call(batch)):
         return _build_trace_error(wrong, error)
-    return _build_trace_error(_answer(error), error)
+    failed_too = None if found is None else find_raised()
+    return _build_trace_error(_answer(error) if failed_too is None else _describe_raised(failed_too), error)
 
 
 def _build_trace_error(message: str, error: Exception) -> TraceError:
@@ -173,6 +174,11 @@ def _describe_failed_op(error: Exception, find_raised: Callable[[], Exception | 
     """
     if re.search(r"with fake tensors: .*: got (?!AttributeError)\w+\(", str(error)) is None or (raised := find_raised()) is None:
         return None
+    return _describe_raised(raised)
+
+
+def _describe_raised(raised: Exception) -> str:
+    """Return the message for what the step raises outside of the capture too."""
     line = find_raising_line(raised)
     where = "" if line is None else f", at {format_location(line)}"
     said = typed_line(raised).rstrip(".")

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,6 +195,12 @@ def test_failing_op_is_named_with_its_line_without_logging(wrong: Any, capfd: py
     with pytest.raises(TraceError, match=r"an op of the step fails on this batch: RuntimeError: .*, at .*test_failures.py:\d+"):
         capture(model, F.mse_loss, (X, Y))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_loss_function_that_gets_what_it_does_not_take_says_what_eager_pytorch_says() -> None:
+    model = FunctionModule(lambda m, x: SimpleNamespace(logits=m.inner(x)), inner=nn.Linear(4, 4))
+    with pytest.raises(TraceError, match=r"fails on this batch: TypeError: .*must be Tensor, not types.SimpleNamespace"):
+        capture(model, nn.CrossEntropyLoss(), (X, torch.zeros(len(X), dtype=torch.long)))
 
 
 @torch.library.custom_op("failures::unregistered", mutates_args=())

@@ -122,10 +122,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json or known:
         data = {"holds": "comparison", "rows": [asdict(row) for row in rows]}
         said = f"\nwritten to {folder}: rows.csv, {written}{missing}"
-        shared.print_result(arguments, lambda: data, lambda: f"{format_screen(known)}{more}{said}")
+        shared.print_result(arguments, lambda: data, lambda: f"{format_screen(known)}{_name_least(known)}{more}{said}")
     if interrupt():
         return shared.INTERRUPTED
     return shared.DONE if any(row.time_s is not None for row in rows) else shared.LIMIT
+
+
+def _name_least(rows: "Sequence[ComparisonRow]") -> str:
+    """Return a line with the least feasible budget where some budgets are below it; "" if none is."""
+    from planner.studies.comparison_rows import OPTIMUM
+    from solvers.result import Status
+
+    refused = [row for row in rows if row.method == OPTIMUM and row.status == Status.INFEASIBLE]
+    return f"\n{OPTIMUM}: {max(refused, key=lambda row: row.budget_bytes or 0).message}" if refused else ""
 
 
 def _time_limits(rows: "Sequence[ComparisonRow]") -> str:

@@ -137,3 +137,12 @@ def test_the_installed_command_is_the_module() -> None:
     script = Path(sys.executable).with_name("planner")
     ended = subprocess.run([script, "--version"], cwd=ROOT.parent, text=True, capture_output=True, timeout=PATIENCE_S)
     assert (ended.returncode, ended.stdout) == (0, command("--version").stdout)
+
+
+def test_a_comparison_names_the_least_feasible_budget(
+    graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budgets = ["--budgets", "10%,100%", "--methods", "windows", "--jobs", "1"]
+    said = call(capsys, "compare", graph_file, *budgets, "-o", tmp_path / "out")
+    assert said.code == 0
+    assert any(line.startswith("windows: budget ") and "the least any schedule" in line for line in said.out.splitlines())

@@ -38,6 +38,7 @@ from planner.torch_private.fsdp import checkpoint_wrapper
 # Of GPT-2, without dropout, so that checkpoints draw no numbers again.
 MODELS = {
     "gpt2-192": partial(build, "gpt2", layers=6, width=192, heads=4, vocab=500, batch=8, seq=64, dropout=0),
+    "gpt2-256": partial(build, "gpt2", layers=8, width=256, heads=4, vocab=500, batch=8, seq=64, dropout=0),
 }
 METHODS = ("FSDP2", "FSDP2 with checkpoints")
 OPTIONS = ("in-place", "in-place+overlap")

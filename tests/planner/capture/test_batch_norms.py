@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.models.parts import FunctionModule
 from planner.capture.rewrites import batch_norms
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
@@ -19,7 +20,7 @@ from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
 from planner.torch_private.core import DispatchKey, register_python_kernels, scoped_library
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
-from tests.support.models.steps import Call, random_schedule
+from tests.support.models.steps import random_schedule
 
 aten = torch.ops.aten
 
@@ -49,8 +50,8 @@ def chosen_on_cuda() -> Iterator[list[bool]]:
         yield calls
 
 
-def _twice(norm: nn.Module) -> Call:
-    return Call(lambda m, x: m.b(m.norm(m.a(m.norm(m.a(x))))), norm=norm, a=nn.Linear(32, 32), b=nn.Linear(32, 3))
+def _twice(norm: nn.Module) -> FunctionModule:
+    return FunctionModule(lambda m, x: m.b(m.norm(m.a(m.norm(m.a(x))))), norm=norm, a=nn.Linear(32, 32), b=nn.Linear(32, 3))
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])

@@ -1,6 +1,6 @@
 """Time from the call of ``planner.compile`` to the end of the first step, with limited memory: ``make bench-first-step``.
 
-Each model is trained for 5 steps of SGD: by eager PyTorch without a cap, and then, with the memory of the process capped
+Each model is trained for 8 steps of SGD: by eager PyTorch without a cap, and then, with the memory of the process capped
 (RLIMIT_DATA) half way between the plan's budget and eager PyTorch's memory, by a plan, by a plan with large pages
 (THP_MEM_ALLOC_ENABLE=1), by eager PyTorch and by eager PyTorch with checkpointed blocks. Each run has its own process, with one
 thread. Rows in the CSV are skipped. The benchmark fails if a plan does not train under the cap, or its results are not
@@ -163,8 +163,9 @@ def format_table(rows: Sequence[FirstStepRow]) -> str:
 _LEGEND = (
     "Seconds are medians of the last steps, with the optimizer's; in brackets are multiples of eager PyTorch's without a cap. "
     "Overheads of plans over keeping everything are predicted, gaps are proved; the last plan is that after the last step. "
-    "Under the cap memory is returned to the system as soon as it is freed. Allocating it again makes steps slower than "
-    "predicted, by less with pages of 2 MB, which PyTorch requests if THP_MEM_ALLOC_ENABLE=1."
+    "Under the cap memory is returned to the system as soon as it is freed. Allocating it again takes time, less with pages of "
+    "2 MB, which PyTorch requests if THP_MEM_ALLOC_ENABLE=1. Plans run in an arena, which keeps its memory, from the second step "
+    "on; a plan that is swapped in runs its first step in none, and takes the pages of its arena in the second."
 )
 
 

@@ -35,7 +35,7 @@ class FirstStepCase:
     checkpointing: Callable[[Workload], Step]
     planning_steps: int = REPEATED_STEPS
     share: float = 0.5
-    steps: int = 5
+    steps: int = 8  # of which the last are timed, when a plan found during the first ones runs in its arena
 
     @staticmethod
     def of(make: Callable[[], Workload], checkpointing: Callable[[Workload], Step], **settings: Any) -> "FirstStepCase":

@@ -150,7 +150,7 @@ class Executor:
         return PlannedMemory(
             self.graph,
             code.lines,
-            self.program.traces,
+            self.program.calls,
             self.devices.places.__getitem__,
             StateNotMade(self.graph, self.training_step),
         )

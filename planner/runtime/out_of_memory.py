@@ -16,6 +16,7 @@ from graphs.short_tracebacks import raise_at_caller
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
 from planner.capture.frontend.source_lines import find_traced_line
+from planner.capture.program.program import OpCalls
 from planner.memory.free_memory import free_bytes
 from planner.runtime.allocator_failure import AllocatorFailure, find_allocator_failure
 from planner.runtime.step_lines import StepLines
@@ -31,7 +32,7 @@ class PlannedMemory:
     Attributes:
         graph: the planned graph.
         lines: lines of its code.
-        traces: ``Program.traces``.
+        calls: the calls of each op.
         place: returns the device of a pool, by name.
         missing_bytes: returns the static bytes that are not allocated yet, such as the optimizer's state before its first step.
         afterwards: sentence of the error on the state of the model.
@@ -39,7 +40,7 @@ class PlannedMemory:
 
     graph: Graph
     lines: StepLines
-    traces: Sequence[str | None]
+    calls: Sequence[OpCalls]
     place: Callable[[str], torch.device]
     missing_bytes: Callable[[], int] = lambda: 0
     afterwards: str = "The model, its gradients and the random state are as before the step."
@@ -57,7 +58,7 @@ class PlannedMemory:
     def raise_at_caller(self, error: Exception, which_pass: str) -> None:
         """Raise `error` at the line of the user's code that called the failed op; do nothing if that is not known."""
         op = None if isinstance(error, PlannerError) else self._find_failed_op(error)
-        line = find_traced_line(self.traces[op.id]) if op is not None and op.id < len(self.traces) else None
+        line = None if op is None else find_traced_line(self.calls[op.id].trace)
         if line is not None and line.lineno is not None:
             error.add_note(f"raised in the {which_pass} pass of a planned step, by {_name_op(op)}")
             raise_at_caller(line.filename, line.lineno, line.name, error)

@@ -138,7 +138,10 @@ class _GraphLowering:
     def _finish(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
         (loss, *extras), gradients = self._lower_outputs(list_outputs(self.graph))
         program = Program(
-            calls=tuple(self.calls),
+            calls=tuple(
+                calls if node is None else replace(calls, trace=node.meta.get("stack_trace"))
+                for calls, node in zip(self.calls, self.nodes, strict=True)
+            ),
             sources=tuple(self.statics.sources),
             loss=loss,
             extras=tuple(extras),
@@ -146,7 +149,6 @@ class _GraphLowering:
             constants=self.constants,
             generator=self.generator,
             own_generator=self.own_generator,
-            traces=tuple(None if node is None else node.meta.get("stack_trace") for node in self.nodes),
         )
         return build_graph(self.ops, self.tensors, program, provenance), program, tuple(self.nodes)
 

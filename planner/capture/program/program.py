@@ -205,6 +205,7 @@ class OpCalls:
         over: pairs of an output and an input that it may overwrite, with the call that does so.
         launches: True if these are launches of Inductor's kernels.
         after_forward: replacement for the single statement once the forward pass has ended; None if it is the same.
+        trace: the stack of the user's code that called the op, as text; None if it is not known.
     """
 
     statements: tuple[Statement, ...]
@@ -214,6 +215,7 @@ class OpCalls:
     over: tuple[tuple[int, int, Call], ...] = ()
     launches: bool = False
     after_forward: Statement | None = None
+    trace: str | None = field(default=None, repr=False, compare=False)
 
     @property
     def outputs(self) -> tuple[tuple[int, Path], ...]:
@@ -330,7 +332,6 @@ class Program:
         aligned: static tensors that kernels for CUDA expect to begin at a multiple of 16 bytes.
         names: names of some targets, for display.
         numbers: how many numbers of Python the calls take, which follow the static tensors (``planner.capture.program.numbers``).
-        traces: for each op, the stack of the user's code that called it, as text; None if it is not known.
     """
 
     calls: tuple[OpCalls, ...]
@@ -345,7 +346,6 @@ class Program:
     aligned: frozenset[int] = frozenset()
     names: Mapping[str, object] = field(default_factory=dict)
     numbers: int = 0
-    traces: tuple[str | None, ...] = ()
     _lookups: "list[_Lookups]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     def gather(self, step: Any, leaves: Sequence[object]) -> list[Any]:

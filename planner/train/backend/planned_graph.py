@@ -357,7 +357,7 @@ class PlannedGraph:
         return PlannedMemory(
             self.captured.graph,
             self._passes[number].lines,
-            self.captured.program.traces,
+            self.captured.program.calls,
             self._devices.places.__getitem__,
             afterwards="Parameters are unchanged, and no gradient of this graph has been written.",
         )

@@ -133,7 +133,7 @@ class ShardedUnit:
 
     @property
     def division(self) -> tuple[float | None, bool]:
-        """What FSDP2 was told of the division of gradients: the divisor, and if collectives are to be sums only."""
+        """The divisor of gradients that FSDP2 was given, and True if its collectives are to be sums only."""
         return self._group.gradient_divide_factor, self._group.force_sum_reduction_for_comms
 
     @property

@@ -55,84 +55,84 @@ demo: $(STAMP) ## plan and run a small GPT at several budgets
 	$(BIN)/python examples/demo.py
 
 bench-solve: $(STAMP) ## solve public and zoo instances, into results/solve (ARGS='--suites zoo --fresh')
-	$(BIN)/python -m benchmarks.solve $(ARGS)
+	$(BIN)/python -m benchmarks solve $(ARGS)
 
 bench-compiled: $(STAMP) ## plans over Inductor's kernels beside torch.compile and its memory budget, into results/compiled (ARGS='--models gpt2 --fresh')
-	$(BIN)/python -m benchmarks.compiled $(ARGS)
+	$(BIN)/python -m benchmarks compiled $(ARGS)
 
 bench-executor: $(STAMP) ## what the executor itself costs, against eager and torch.compile(mode="lite"), into results/executor
-	$(BIN)/python -m benchmarks.executor $(ARGS)
+	$(BIN)/python -m benchmarks executor $(ARGS)
 
 bench-host: $(STAMP) ## what the host takes for a step whose kernels take nothing: eager, torch.compile, plans in C++ and in Python, into results/host
-	$(BIN)/python -m benchmarks.host $(ARGS)
+	$(BIN)/python -m benchmarks host $(ARGS)
 
 bench-eager: $(STAMP) ## the eager runtime: its cost with nothing to evict, and time at budgets, into results/eager
-	$(BIN)/python -m benchmarks.eager $(ARGS)
+	$(BIN)/python -m benchmarks eager $(ARGS)
 
 bench-training: $(STAMP) ## 50 steps of a training loop at half of the memory, beside eager PyTorch, into results/training
-	$(BIN)/python -m benchmarks.training $(ARGS)
+	$(BIN)/python -m benchmarks training $(ARGS)
 
 bench-sharded: $(STAMP) ## plans of FSDP2's units beside FSDP2 with and without checkpoints, at its peaks, on two processes, into results/sharded
-	$(BIN)/python -m benchmarks.sharded $(ARGS)
+	$(BIN)/python -m benchmarks sharded $(ARGS)
 
 bench-first-step: $(STAMP) ## from planner.compile to the end of the first step with memory capped, on ten models, into results/first_step (ARGS='--models gpt2 --fresh')
-	$(BIN)/python -m benchmarks.first_step $(ARGS)
+	$(BIN)/python -m benchmarks first_step $(ARGS)
 
 bench-offload: $(STAMP) ## recomputing, offloading and both at once, and what they fit into 80 GB, on the roofline of an H200, into results/offload
-	$(BIN)/python -m benchmarks.offload $(ARGS)
-	$(BIN)/python -m benchmarks.offload_sizes
+	$(BIN)/python -m benchmarks offload $(ARGS)
+	$(BIN)/python -m benchmarks offload_sizes
 
 bench-options: $(STAMP) ## what options gain, each alone and together, and what inexact ones cost in accuracy, into results/options (ARGS='--models gpt2-medium --seconds 30')
-	$(BIN)/python -m benchmarks.options $(ARGS)
+	$(BIN)/python -m benchmarks options $(ARGS)
 
 bench-placement: $(STAMP) ## ops on two devices: either alone, XEngine's serial optimum, side by side, into results/placement
-	$(BIN)/python -m benchmarks.placement $(ARGS)
+	$(BIN)/python -m benchmarks placement $(ARGS)
 
 bench-addresses: $(STAMP) ## addresses of buffers in one arena, of public instances and of plans, beside best fit, into results/addresses (ARGS='--models public')
-	$(BIN)/python -m benchmarks.addresses $(ARGS)
+	$(BIN)/python -m benchmarks addresses $(ARGS)
 
 bench-reserved: $(STAMP) ## what PyTorch reserves on CUDA for plans of models, beside planned addresses, into results/reserved (ARGS='--models unet')
-	$(BIN)/python -m benchmarks.reserved $(ARGS)
+	$(BIN)/python -m benchmarks reserved $(ARGS)
 
 bench-resident: $(STAMP) ## the resident memory of training by plans, with and without an arena, beside budget and interpreter, into results/resident
-	$(BIN)/python -m benchmarks.resident $(ARGS)
+	$(BIN)/python -m benchmarks resident $(ARGS)
 
 bench-arena: $(STAMP) ## steps in an arena beside the same steps without and eager PyTorch, with the pages that each takes, into results/arena (ARGS='--models unet')
-	$(BIN)/python -m benchmarks.arena $(ARGS)
+	$(BIN)/python -m benchmarks arena $(ARGS)
 
 bench-arena-training: $(STAMP) ## training in an arena and without, with several optimizers: bytes, bits, times, into results/arena_training (ARGS='--models vit')
-	$(BIN)/python -m benchmarks.arena_training $(ARGS)
+	$(BIN)/python -m benchmarks arena_training $(ARGS)
 
 bench-arena-models: $(STAMP) $(MODELS_STAMP) ## the models of try-models in an arena and without, into results/arena_models (ARGS='--models transformers/gpt2')
-	$(MODELS)/bin/python -m benchmarks.arena_models $(ARGS)
+	$(MODELS)/bin/python -m benchmarks arena_models $(ARGS)
 
 bench-compression: $(STAMP) ## 300 steps with all that can be kept compressed in 8 and 4 bits, beside exact ones, into results/compression (ARGS='--models gpt2 --steps 100')
-	$(BIN)/python -m benchmarks.compression $(ARGS)
+	$(BIN)/python -m benchmarks compression $(ARGS)
 
 try-models: $(STAMP) $(MODELS_STAMP) ## over 80 models of many libraries and 500 random ones by plans, into results/models (ARGS=--fresh)
-	$(MODELS)/bin/python -m benchmarks.try_models $(ARGS)
+	$(MODELS)/bin/python -m benchmarks try_models $(ARGS)
 	$(BIN)/python -m pytest -m slow tests/planner/train/compile/test_random_models.py
 
 try-entries: $(STAMP) $(MODELS_STAMP) ## these models by planner.compile, checkpoint, rematerialize and as a backend, into results/entries (ARGS='--models peft/oft-llama --entries compile,backend')
-	$(MODELS)/bin/python -m benchmarks.entries $(ARGS)
+	$(MODELS)/bin/python -m benchmarks entries $(ARGS)
 
 bench-operators: $(STAMP) $(MODELS_STAMP) ## the operators of PyTorch's tests, forward and backward in four types, to the last bit, into results/operators
-	$(MODELS)/bin/python -m benchmarks.operators $(ARGS)
+	$(MODELS)/bin/python -m benchmarks operators $(ARGS)
 
 results: bench-solve ## all under results/ but results/compiled, in about an hour (ARGS=--fresh to do all anew)
-	$(BIN)/python -m benchmarks.compare $(ARGS)
-	$(BIN)/python -m benchmarks.executor $(ARGS)
-	$(BIN)/python -m benchmarks.training --device cpu $(ARGS)
-	$(BIN)/python -m benchmarks.first_step $(ARGS)
+	$(BIN)/python -m benchmarks compare $(ARGS)
+	$(BIN)/python -m benchmarks executor $(ARGS)
+	$(BIN)/python -m benchmarks training --device cpu $(ARGS)
+	$(BIN)/python -m benchmarks first_step $(ARGS)
 	$(BIN)/python examples/demo.py
 
 results-gpu: $(STAMP) ## on a CUDA device, compare methods on four models, train two of them at half of the memory, and plan over Triton's kernels
-	$(BIN)/python -m benchmarks.compare --suites cuda $(ARGS)
-	$(BIN)/python -m benchmarks.training --device cuda $(ARGS)
-	$(BIN)/python -m benchmarks.compiled --device cuda --out results/compiled/cuda $(ARGS)
+	$(BIN)/python -m benchmarks compare --suites cuda $(ARGS)
+	$(BIN)/python -m benchmarks training --device cuda $(ARGS)
+	$(BIN)/python -m benchmarks compiled --device cuda --out results/compiled/cuda $(ARGS)
 
 gpu: ## tests and results that need a GPU, in the Python at hand, into $(OUT) or results/gpu (ARGS='--steps tests'); nothing is installed
-	$(PYTHON) -m benchmarks.gpu $(if $(OUT),--out $(OUT)) $(ARGS)
+	$(PYTHON) -m benchmarks gpu.steps $(if $(OUT),--out $(OUT)) $(ARGS)
 
 clean: ## remove .venv and everything generated
 	rm -rf .venv .venv-torch-* .venv-latest-* $(MODELS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

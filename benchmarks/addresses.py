@@ -5,7 +5,6 @@ on the roofline of an H200 at several budgets: the smallest arena of the search,
 the bytes that are in use at once, which no arena can be below.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -135,7 +134,3 @@ def main(words: Sequence[str] | None = None) -> int:
     cases |= {(model,): model for model in arguments.models if model != PUBLIC}
     study = Study(AddressRow, run, pages={"table.md": partial(format_markdown, columns=TABLE)})
     return carry_out(study, arguments, cases)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ comes twice: with the C library as it is, which returns large blocks to the syst
 """
 
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from statistics import median
 import torch
 
 import planner
-from benchmarks.command import Setting, limit_threads, make_main
+from benchmarks.command import Main, Setting, limit_threads
 from graphs.units import format_bytes
 from planner.capture.options.traced import replace_graph
 from planner.capture.step import TrainingStep
@@ -180,8 +179,4 @@ STUDY = Study(
     order=order_by(model=MODELS, budget=BUDGETS, library=_VARIABLES),
     pages={"table.md": partial(format_markdown, columns=TABLE)},
 )
-main = make_main(STUDY, __doc__, models=MODELS, out="results/arena", repeats=Setting(20, "steps timed of each"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Main(STUDY, __doc__, models=MODELS, out="results/arena", settings={"repeats": Setting(20, "steps timed of each")})

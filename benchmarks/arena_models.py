@@ -6,16 +6,27 @@ turns. Each model has a process of its own; refusals and failures are rows too. 
 if a step takes more than its budget.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
 import planner
+from benchmarks.command import Main
 from benchmarks.runner import SEED, Runner, build_fresh, take_turns
 from benchmarks.solves import find_least_bytes
-from benchmarks.try_models import RAN, REPEATS, find_failures, format_page, make_main, note_failure, run_in_process
+from benchmarks.try_models import (
+    RAN,
+    SETTINGS,
+    find_failures,
+    format_line,
+    format_page,
+    get_place,
+    has_missing,
+    list_names,
+    note_failure,
+    run_in_process,
+)
 from graphs.units import format_bytes
 from planner.capture.workload.models import Workload
 from planner.measure import tracing
@@ -65,9 +76,9 @@ class ArenaModelRow(Made):
         return self.static_bytes + self.counted_bytes + (self.arena_bytes or 0)
 
 
-def try_one(case: tuple[str, str], known: Sequence[ArenaModelRow], *, repeats: int) -> Iterator[ArenaModelRow]:
+def try_one(name: str, known: Sequence[ArenaModelRow], *, repeats: int) -> Iterator[ArenaModelRow]:
     """Yield the rows of one model."""
-    source, model = case
+    source, model = name.split("/")
     blank = ArenaModelRow(source=source, model=model, way=EAGER, status=RAN, **collect_provenance())
     return run_in_process(partial(compare_plans, repeats=repeats), blank, _LIMIT_S)
 
@@ -164,9 +175,7 @@ def list_failures(rows: Sequence[ArenaModelRow]) -> Iterator[str]:
     )
 
 
-STUDY = Study(ArenaModelRow, try_one, pages={"table.md": format_table}, failures=list_failures)
-main = make_main(STUDY, __doc__, out="results/arena_models", repeats=REPEATS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+STUDY = Study(
+    ArenaModelRow, try_one, again=has_missing, order=get_place, pages={"table.md": format_table}, failures=list_failures
+)
+main = Main(STUDY, __doc__, models=list_names, out="results/arena_models", say=format_line, settings=SETTINGS)

@@ -5,7 +5,6 @@ profiler over a whole step with its optimizer, and compared with what was planne
 """
 
 import copy
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import planner
 from benchmarks.arena import MODELS as STEPS, measure_given_bytes
-from benchmarks.command import Setting, limit_threads, make_main
+from benchmarks.command import Main, Setting, limit_threads
 from benchmarks.process_memory import count_resident_bytes
 from graphs.units import format_bytes
 from planner.capture.workload.models import build
@@ -243,14 +242,4 @@ STUDY = Study(
     pages={"table.md": partial(format_markdown, columns=TABLE)},
     failures=list_failures,
 )
-main = make_main(
-    STUDY,
-    __doc__,
-    models=MODELS,
-    out="results/arena_training",
-    repeats=Setting(20, "steps timed of each"),
-)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Main(STUDY, __doc__, models=MODELS, out="results/arena_training", settings={"repeats": Setting(20, "steps timed of each")})

@@ -2,8 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,39 +28,45 @@ class Setting:
     form: Callable[[str], Any] = argument_types.count
 
 
-def make_main(
-    study: Study[str, Any],
-    description: str | None,
-    *,
-    models: Collection[str],
-    out: str,
-    **settings: Setting,
-) -> Callable[[Sequence[str] | None], int]:
-    """Return the ``main`` of a benchmark whose cases are models.
+@dataclass(frozen=True, slots=True)
+class Main:
+    """The ``main`` of a benchmark whose cases are models.
 
-    Args:
-        study: of cases that are names of `models`.
-        description, models, out: as for ``build_parser``.
+    Attributes:
+        study: of cases that are names of `models`. Rows of ``source/model`` have these two as the first parts of their keys.
+        description, out: as for ``build_parser``.
+        models: the names, or a function that returns them.
+        chosen: those that are measured by default; None: all.
+        say: as for ``carry_out``.
         settings: arguments of the command line that ``study.run`` takes by the same names.
     """
 
-    def main(words: Sequence[str] | None = None) -> int:
-        arguments, run = read_settings(build_parser(description, study.row, models=models, out=out), study.run, settings, words)
+    study: Study[str, Any]
+    description: str | None
+    models: Collection[str] | Callable[[], Collection[str]]
+    out: str
+    chosen: Iterable[str] | None = None
+    say: Callable[[Any], str] | None = None
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+
+    def __call__(self, words: Sequence[str] | None = None) -> int:
+        """Run the models that `words` ask for; return the exit code."""
+        parser = build_parser(self.description, self.study.row, out=self.out)
+        names = self.models() if callable(self.models) else self.models
+        add_names(parser, "--models", names, None if self.chosen is None else ",".join(self.chosen))
+        add_settings(parser, self.settings)
+        arguments = parser.parse_args(words)
         limit_threads()
-        return carry_out(replace(study, run=run), arguments, {(name,): name for name in arguments.models})
+        run = partial(self.study.run, **{name: getattr(arguments, name) for name in self.settings})
+        cases = {tuple(name.split("/")): name for name in arguments.models}
+        return carry_out(replace(self.study, run=run), arguments, cases, say=self.say)
 
-    return main
 
-
-def read_settings(
-    parser: argparse.ArgumentParser, run: Callable[..., Any], settings: Mapping[str, Setting], words: Sequence[str] | None
-) -> tuple[argparse.Namespace, Callable[..., Any]]:
-    """Return the arguments in `words`, and `run` with those of `settings`."""
+def add_settings(parser: argparse.ArgumentParser, settings: Mapping[str, Setting]) -> None:
+    """Add an argument for each of `settings`."""
     for name, setting in settings.items():
         said = f"{setting.said} (default: %(default)s)"
         parser.add_argument(f"--{name}", type=setting.form, default=setting.default, help=said)
-    arguments = parser.parse_args(words)
-    return arguments, partial(run, **{name: getattr(arguments, name) for name in settings})
 
 
 def build_parser(description: str | None, row: Any, *, models: Collection[str] = (), out: str) -> argparse.ArgumentParser:

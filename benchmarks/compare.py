@@ -127,12 +127,12 @@ def make(suite: str, out: Path, *, fresh: bool, cluster: str | None) -> list[str
     return failed
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Make the missing comparisons; return 1 if one failed."""
     parser = build_parser(__doc__, ComparisonRow, out="results/compare")
     add_names(parser, "--suites", SUITES, default="exact,h200,cpu")
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Dask scheduler, whose workers solve")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(words)
     measured = [suite for suite in options.suites if SUITES[suite].measures]
     if options.cluster is not None and measured:
         parser.error(f"{', '.join(measured)} measure on this machine, not on a cluster: name other --suites")
@@ -147,7 +147,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,12 +15,11 @@ from statistics import median
 
 import torch
 
-from benchmarks.command import build_parser, carry_out, limit_threads
+from benchmarks.command import Main, Setting
 from benchmarks.compiled_case import ATEN, IN_ARENA, OURS, REFERENCE, CompiledRow, Settings, compare_compiled
 from benchmarks.models import huggingface_models as hf
 from graphs.units import format_bytes, format_seconds
 from planner.capture.workload.models import Workload, build
-from planner.cli import argument_types
 from planner.studies.experiment import Study
 from planner.studies.rows import order_by
 from planner.studies.tables import Column, format_bullets, format_markdown, group_by, join_markdown
@@ -48,8 +47,12 @@ HUGGING_FACE: dict[str, Callable[[], Workload]] = {
 MODELS = ZOO | HUGGING_FACE
 
 
-def measure(name: str, known: Sequence[CompiledRow], *, settings: Settings, device: torch.device) -> list[CompiledRow]:
+def measure(name: str, known: Sequence[CompiledRow], *, device: str, repeats: int) -> list[CompiledRow]:
     """Return the rows of one model, and discard its compiled code."""
+    if name in HUGGING_FACE and find_spec("transformers") is None:
+        print(f"{name} is left out: transformers is not installed (pip install transformers)", file=sys.stderr)
+        return []
+    settings = Settings(repeats=repeats)
     torch.manual_seed(settings.seed)
     workload = MODELS[name]()
     batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), workload.batch)
@@ -216,23 +219,9 @@ _PEAKS = (
 )
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Measure the missing models; write rows and table."""
-    parser = build_parser(__doc__, CompiledRow, models=MODELS, out="results/compiled")
-    best = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=best, help="where to train (default here: %(default)s)")
-    parser.add_argument("--repeats", type=argument_types.count, default=31, help="turns that are timed (default: %(default)s)")
-    arguments = parser.parse_args(words)
-    limit_threads()
-    models = list(arguments.models)
-    if find_spec("transformers") is None:
-        for name in HUGGING_FACE.keys() & arguments.models:
-            models.remove(name)
-            print(f"{name} is left out: transformers is not installed (pip install transformers)", file=sys.stderr)
-    run = partial(measure, settings=Settings(repeats=arguments.repeats), device=torch.device(arguments.device))
-    study = Study(CompiledRow, run, order=order_by(model=MODELS), pages={"table.md": format_table})
-    return carry_out(study, arguments, {(name,): name for name in models})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+STUDY = Study(CompiledRow, measure, order=order_by(model=MODELS), pages={"table.md": format_table})
+SETTINGS = {
+    "device": Setting("cuda" if torch.cuda.is_available() else "cpu", "where to train", str),
+    "repeats": Setting(31, "turns that are timed"),
+}
+main = Main(STUDY, __doc__, models=MODELS, out="results/compiled", settings=SETTINGS)

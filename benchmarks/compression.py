@@ -8,7 +8,6 @@ one, or a loss is not finite.
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ from statistics import median
 import torch
 
 from benchmarks.all_compressed import compress_all
-from benchmarks.command import Setting, make_main
+from benchmarks.command import Main, Setting
 from benchmarks.training_loop import Loop, Recipe
 from graphs.options import remove_options
 from graphs.options.compress import VARIANCE
@@ -286,15 +285,10 @@ STUDY = Study(
     figures={"curves.png": plot},
     failures=list_failures,
 )
-main = make_main(
+main = Main(
     STUDY,
     __doc__,
     models=CASES,
     out="results/compression",
-    steps=Setting(300, "of each curve"),
-    seed=Setting(0, "of weights, data and random state", int),
+    settings={"steps": Setting(300, "of each curve"), "seed": Setting(0, "of weights, data and random state", int)},
 )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

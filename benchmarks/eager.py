@@ -9,7 +9,6 @@ algorithms.
 import gc
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,12 +19,11 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from benchmarks.command import add_names, build_parser, carry_out, limit_threads
+from benchmarks.command import Main, Setting, make_names_reader
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError
 from graphs.units import format_seconds
 from planner.capture.workload.models import build
-from planner.cli import argument_types
 from planner.native.library import wait_for_library
 from planner.plans.select_attributes import select_attributes
 from planner.runtime.libraries import warm_up_libraries
@@ -144,6 +142,9 @@ class EagerRow(Made):
 
 def measure(name: str, known: Sequence[EagerRow], *, steps: int, device: str, ways: Sequence[str]) -> Iterator[EagerRow]:
     """Yield the rows of a model."""
+    if device != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else products may differ in bits
+        torch.use_deterministic_algorithms(True)
     wait_for_library()
     torch.manual_seed(0)
     model, step = MODELS[name](device)
@@ -303,27 +304,16 @@ TABLE = (
 )
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Measure the missing models; write rows and table."""
-    parser = build_parser(__doc__, EagerRow, out="results/eager")
-    add_names(parser, "--models", MODELS, ",".join(ON_CPU))
-    parser.add_argument("--steps", type=argument_types.count, default=3, help="steps timed of each (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    add_names(parser, "--ways", WAYS)
-    arguments = parser.parse_args(words)
-    limit_threads()
-    if arguments.device != "cpu":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else products may differ in bits
-        torch.use_deterministic_algorithms(True)
-    study = Study(
-        EagerRow,
-        partial(measure, steps=arguments.steps, device=arguments.device, ways=arguments.ways),
-        order=order_by(model=MODELS, share=(PLENTY, NEAR, *(f"{share:.0%}" for share in SHARES)), heuristic=WAYS),
-        pages={"table.md": partial(format_markdown, columns=TABLE)},
-        whole=False,
-    )
-    return carry_out(study, arguments, {(name,): name for name in arguments.models})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+STUDY = Study(
+    EagerRow,
+    measure,
+    order=order_by(model=MODELS, share=(PLENTY, NEAR, *(f"{share:.0%}" for share in SHARES)), heuristic=WAYS),
+    pages={"table.md": partial(format_markdown, columns=TABLE)},
+    whole=False,
+)
+SETTINGS = {
+    "steps": Setting(3, "timed of each"),
+    "device": Setting("cpu", "cpu or cuda", str),
+    "ways": Setting(",".join(WAYS), "heuristics, with commas", make_names_reader("way", WAYS)),
+}
+main = Main(STUDY, __doc__, models=MODELS, out="results/eager", chosen=ON_CPU, settings=SETTINGS)

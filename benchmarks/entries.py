@@ -5,7 +5,6 @@ Each model is trained for some steps within a budget by ``planner.compile``, ``p
 rows too. The benchmark fails if results are not bit-identical to eager's, or if a step exceeds its budget.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 import planner
-from benchmarks.command import Setting, make_names_reader
+from benchmarks.command import Main, Setting, make_names_reader
 from benchmarks.runner import SEED, Runner, build_fresh, build_whole_step
 from benchmarks.solves import find_least_bytes
 from benchmarks.try_models import (
@@ -23,8 +22,10 @@ from benchmarks.try_models import (
     PACKAGES,
     RAN,
     find_failures,
+    format_line,
     format_page,
-    make_main,
+    get_place,
+    list_names,
     note_failure,
     run_in_process,
 )
@@ -76,9 +77,9 @@ class EntryRow(Made):
         return self.way.partition(" at ")[0]
 
 
-def try_one(case: tuple[str, str], known: Sequence[EntryRow], *, entries: Sequence[str], seconds: float) -> Iterator[EntryRow]:
+def try_one(name: str, known: Sequence[EntryRow], *, entries: Sequence[str], seconds: float) -> Iterator[EntryRow]:
     """Yield the rows of one model by those of `entries` that are not known."""
-    source, model = case
+    source, model = name.split("/")
     found = {row.entry for row in known if row.status != MISSING}
     left = [entry for entry in entries if entry not in found]
     blank = EntryRow(source=source, model=model, way=EAGER, status=RAN, **collect_provenance(packages=PACKAGES))
@@ -233,13 +234,9 @@ def list_failures(rows: Sequence[EntryRow]) -> Iterator[str]:
     )
 
 
-STUDY = Study(EntryRow, try_one, whole=False, pages={"table.md": format_table}, failures=list_failures)
+STUDY = Study(EntryRow, try_one, whole=False, order=get_place, pages={"table.md": format_table}, failures=list_failures)
 _SETTINGS = {
     "entries": Setting(",".join(ENTRIES), "entry points, with commas", make_names_reader("entry point", ENTRIES)),
     "seconds": Setting(300.0, "after which a model is given up", float),
 }
-main = make_main(STUDY, __doc__, out="results/entries", **_SETTINGS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Main(STUDY, __doc__, models=list_names, out="results/entries", say=format_line, settings=_SETTINGS)

@@ -6,7 +6,6 @@ plan still applies, and the measured time of steps as a multiple of the one that
 are timed, in turns with those.
 """
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.command import Setting, make_main
+from benchmarks.command import Main, Setting
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_seconds
@@ -138,8 +137,4 @@ TABLE = (
 
 
 STUDY = Study(ExecutorRow, measure, order=order_by(model=MODELS), pages={"table.md": partial(format_markdown, columns=TABLE)})
-main = make_main(STUDY, __doc__, models=MODELS, out="results/executor", repeats=Setting(40, "steps timed of each"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Main(STUDY, __doc__, models=MODELS, out="results/executor", settings={"repeats": Setting(40, "steps timed of each")})

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
 
-from benchmarks.command import build_parser, carry_out, limit_threads
+from benchmarks.command import Main
 from benchmarks.first_step_cases import CASES
 from benchmarks.first_step_run import FAILED, LARGE_PAGES, OUT_OF_MEMORY, RAN, UNCAPPED, WAYS, FirstStepRow, train
+from graphs.errors import PlannerError
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.plans.select_attributes import select_attributes
 from planner.studies.experiment import Study
@@ -31,6 +32,8 @@ _LIMIT_S = 600.0
 
 def train_model(model: str, known: Sequence[FirstStepRow]) -> Iterator[FirstStepRow]:
     """Yield the rows of one model that are not `known`; only the first if eager PyTorch cannot train it."""
+    if sys.platform != "linux":
+        raise PlannerError(f"memory is capped and measured as on Linux, and this is {sys.platform}")
     ways = {row.way: row for row in known}
     uncapped = ways.get(UNCAPPED)
     if len(ways) == len(WAYS):
@@ -250,6 +253,10 @@ def _select_ended_early(models: Sequence[Trained]) -> list[FirstStepRow]:
     return [row for row in capped if row.status != OUT_OF_MEMORY or not row.message.startswith("RuntimeError")]
 
 
+def _format_line(row: FirstStepRow) -> str:
+    return f"{row.model}, {row.way}: {row.status} {row.message}".strip()
+
+
 STUDY = Study(
     FirstStepRow,
     train_model,
@@ -258,21 +265,4 @@ STUDY = Study(
     pages={"table.md": format_table},
     failures=list_failures,
 )
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Train the missing cases; write rows and table; return 1 if a plan failed."""
-    parser = build_parser(__doc__, FirstStepRow, models=CASES, out="results/first_step")
-    arguments = parser.parse_args(words)
-    if sys.platform != "linux":
-        parser.error(f"memory is capped and measured as on Linux, and this is {sys.platform}")
-    limit_threads()
-    return carry_out(STUDY, arguments, {(model,): model for model in arguments.models}, say=_format_line)
-
-
-def _format_line(row: FirstStepRow) -> str:
-    return f"{row.model}, {row.way}: {row.status} {row.message}".strip()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Main(STUDY, __doc__, models=CASES, out="results/first_step", say=_format_line)

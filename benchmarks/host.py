@@ -6,7 +6,6 @@ medians within a turn. Plans have budgets of 100, 70 and 50% of the peak, or 1.1
 100% runs in Python too, to compare both kinds of passes, and a plan of Inductor's kernels, beside ``torch.compile``'s own calls.
 """
 
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 import planner
-from benchmarks.command import Setting, make_main
+from benchmarks.command import Main, Setting
 from benchmarks.models.dense import recommender
 from benchmarks.models.huggingface_models import build_model
 from benchmarks.models.sequences import lstm_tagger
@@ -273,8 +272,4 @@ WAYS = (
 STUDY = Study(
     HostRow, measure, order=order_by(model=MODELS, way=WAYS), pages={"table.md": partial(format_markdown, columns=TABLE)}
 )
-main = make_main(STUDY, __doc__, models=MODELS, out="results/host", repeats=Setting(40, "steps timed of each"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Main(STUDY, __doc__, models=MODELS, out="results/host", settings={"repeats": Setting(40, "steps timed of each")})

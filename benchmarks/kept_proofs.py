@@ -1,4 +1,4 @@
-"""The proof of a plan after each step of training: ``python -m benchmarks.kept_proofs`` prints status, bound and gap.
+"""The proof of a plan after each step of training: ``python -m benchmarks kept_proofs`` prints status, bound and gap.
 
 Ops are timed in context while a loop trains, and better plans replace the first. What was proved must not get lost by that: there
 is a bound from the first one on, and for the same costs the gap is never above the least that was shown before. For new costs it
@@ -6,7 +6,6 @@ is not either, unless it is within the tolerance.
 """
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -181,12 +180,12 @@ def list_lost(proofs: Sequence[Proof]) -> list[Proof]:
     return lost
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Print the proofs of each loop where they change; return 1 if one was lost."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("loops", nargs="*", choices=[*LOOPS, []], help="default: all")
     parser.add_argument("--steps", type=int, default=_STEPS)
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(words)
     lost = []
     for name in given.loops or LOOPS:
         proofs = collect_proofs(name, steps=given.steps)
@@ -195,7 +194,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lost += [f"{name}: lost at {proof}" for proof in list_lost(proofs)]
     print("\n".join(lost or ["no proof was lost"]))
     return bool(lost)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,6 @@ Steps are traced with fake tensors and timed by the roofline of a device. Rows i
 which takes some hours, can be interrupted and resumed.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -237,7 +236,3 @@ def main(words: Sequence[str] | None = None) -> int:
             )
             cases[name, model] = OffloadCase(name, model, make, options, suite.budgets[model])
     return carry_out(STUDY, arguments, cases)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

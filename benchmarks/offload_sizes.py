@@ -5,12 +5,11 @@ fits if the tensors of a schedule do that takes at most 10% longer than the step
 for it.
 """
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.command import make_main
+from benchmarks.command import Main
 from benchmarks.offload import HOST
 from graphs.units import parse_budget
 from planner.capture.workload.workload import parse_spec
@@ -111,8 +110,4 @@ STUDY = Study(
     pages={"max_batch.md": partial(format_markdown, columns=TABLE)},
     file="max_batch.csv",
 )
-main = make_main(STUDY, __doc__, models=CASES, out="results/offload")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Main(STUDY, __doc__, models=CASES, out="results/offload")

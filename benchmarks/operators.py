@@ -6,7 +6,6 @@ eager PyTorch and in a model with ``planner.checkpoint``; where that differs or 
 random numbers drawn are compared to the last bit.
 """
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from benchmarks.command import Setting, make_main
+from benchmarks.command import Main, Setting
 from graphs.errors import first_line
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
@@ -193,8 +192,4 @@ def format_table(rows: Sequence[OperatorRow]) -> str:
 
 
 STUDY = Study(OperatorRow, measure, order=order_by(family=FAMILIES, dtype=DTYPES, way=WAYS), pages={"table.md": format_table})
-main = make_main(STUDY, __doc__, models=FAMILIES, out="results/operators", samples=Setting(2, "of each operator"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Main(STUDY, __doc__, models=FAMILIES, out="results/operators", settings={"samples": Setting(2, "of each operator")})

@@ -5,7 +5,6 @@ timed by the roofline of an H200 (table.md); and errors of small steps that are 
 skipped, so that the benchmark, which takes some hours, can be interrupted and resumed.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -186,7 +185,3 @@ def main(words: Sequence[str] | None = None) -> int:
     cases = {key: OptionsCase(step, own[key], clock) for key, step in steps.items()}
     pages = {"table.md": lambda rows: format_table(rows, offers, MODELS)}
     return carry_out(Study(OptionsRow, solve, whole=False, order=_place, pages=pages), arguments, cases) or code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ program executes each op once; then within a part of the peak of the step that k
 not proved optimal in the time are marked. XEngine's program does not support steps as large as the transformer.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from benchmarks.command import make_main
+from benchmarks.command import Main
 from benchmarks.models.parts import Residual
 from benchmarks.solves import TOLERANCE
 from graphs.ir import Graph
@@ -267,8 +266,4 @@ STUDY = Study(
     order=order_by(pair=PAIRS, model=MODELS, budget=BUDGETS, method=METHODS),
     pages={"table.md": format_table},
 )
-main = make_main(STUDY, __doc__, models=MODELS, out="results/placement")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Main(STUDY, __doc__, models=MODELS, out="results/placement")

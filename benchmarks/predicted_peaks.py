@@ -1,17 +1,16 @@
-"""Predicted peaks of eager training steps: ``python -m benchmarks.predicted_peaks`` writes results/predicted_peaks/.
+"""Predicted peaks of eager training steps: ``python -m benchmarks predicted_peaks`` writes results/predicted_peaks/.
 
 Beside the measured peak (tensors and workspaces; parameters, gradients and inputs included) stand that of the captured graph and
 that of torch-kitsune (``pip install torch-kitsune``), which adds up parameters, gradients, outputs of modules, and 15% of these.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from benchmarks.command import make_main
+from benchmarks.command import Main
 from benchmarks.executor import MODELS
 from planner.capture.signature import list_leaves
 from planner.measure.tracing import trace
@@ -59,8 +58,4 @@ TABLE = (
 )
 
 STUDY = Study(PeakRow, measure, order=order_by(model=MODELS), pages={"table.md": partial(format_markdown, columns=TABLE)})
-main = make_main(STUDY, __doc__, models=MODELS, out="results/predicted_peaks")
-
-
-if __name__ == "__main__":
-    sys.exit(main(None))
+main = Main(STUDY, __doc__, models=MODELS, out="results/predicted_peaks")

@@ -1,6 +1,6 @@
 """Solves random graphs by a limit of work, to compare the exact solver before and after a change.
 
-``python -m benchmarks.random_graphs --out rows.csv --against before.csv`` writes a row a graph, prints those that differ from
+``python -m benchmarks random_graphs --out rows.csv --against before.csv`` writes a row a graph, prints those that differ from
 the rows before, and exits with 1 if one is worse, or has a bound that a schedule refutes. The same schedules are found on any
 machine.
 """
@@ -8,7 +8,6 @@ machine.
 import argparse
 import math
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -165,7 +164,3 @@ def main(words: Sequence[str] | None = None) -> int:
             print(found, known, row, sep="\n  ")
     print(dict(verdicts))
     return 1 if verdicts["worse"] or verdicts["wrong"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,13 +8,12 @@ reserves. What counting reserved memory costs is the overhead of a plan in an ar
 many bytes.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-from benchmarks.command import make_main
+from benchmarks.command import Main
 from benchmarks.solves import build_graph
 from benchmarks.zoo_models import MODELS
 from graphs.addresses import buffers_of
@@ -142,8 +141,4 @@ TABLE = (
     Column("addresses", "status"),
 )
 STUDY = Study(ReservedRow, run, whole=False, pages={"table.md": partial(format_markdown, columns=TABLE)})
-main = make_main(STUDY, __doc__, models=MODELS, out="results/reserved")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Main(STUDY, __doc__, models=MODELS, out="results/reserved")

@@ -4,7 +4,6 @@ Each row trains in a process of its own with one thread, by a plan with or witho
 the step is gone, less static memory, is the interpreter: Python, PyTorch and the planner. Linux only.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from itertools import product
 import torch
 
 import planner
-from benchmarks.command import limit_threads, make_main
+from benchmarks.command import Main, limit_threads
 from benchmarks.process_memory import read_status_bytes, reset_highest_rss
 from graphs.units import format_bytes
 from planner.capture.workload.models import build
@@ -115,8 +114,4 @@ STUDY = Study(
     pages={"table.md": partial(format_markdown, columns=TABLE)},
     failures=list_failures,
 )
-main = make_main(STUDY, __doc__, models=MODELS, out="results/resident")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Main(STUDY, __doc__, models=MODELS, out="results/resident")

@@ -6,7 +6,6 @@ ratios are medians within a turn.
 """
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import planner
-from benchmarks.command import Setting, make_main
+from benchmarks.command import Main, Setting
 from graphs.options.gather import GATHER
 from graphs.units import format_bytes
 from planner.capture.workload.models import build
@@ -216,8 +215,4 @@ STUDY = Study(
     order=order_by(model=MODELS, method=METHODS, options=OPTIONS),
     pages={"table.md": partial(format_markdown, columns=TABLE)},
 )
-main = make_main(STUDY, __doc__, models=MODELS, out="results/sharded", repeats=Setting(20, "steps timed of each"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = Main(STUDY, __doc__, models=MODELS, out="results/sharded", settings={"repeats": Setting(20, "steps timed of each")})

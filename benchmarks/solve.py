@@ -90,7 +90,3 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _format_line(row: SolverRow) -> str:
     return f"{row.suite}, {row.graph}, {row.budget}, {row.solver}, {row.run}: {row.status}, {row.seconds:.2f} s"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,6 @@ a step exceeds its budget, or if a loss is not bit-identical to eager's.
 
 import copy
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 import planner
-from benchmarks.command import Setting, build_parser, carry_out, limit_threads, read_settings
+from benchmarks.command import Setting, add_settings, build_parser, carry_out, limit_threads
 from benchmarks.solves import find_least_bytes
 from benchmarks.training_loop import Loop, Recipe, generate_batches
 from graphs.units import format_bytes, format_ratio, format_seconds
@@ -270,17 +269,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = build_parser(__doc__, TrainingRow, models=RECIPES["cpu"], out="results/training")
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=tuple(RECIPES), default=best, help="where to train (default here: %(default)s)")
-    arguments, run = read_settings(parser, train, {"steps": Setting(50, "of each loop")}, words)
+    add_settings(parser, {"steps": Setting(50, "of each loop")})
+    arguments = parser.parse_args(words)
     limit_threads()
     if arguments.device == "cuda":
         make_repeatable()
     arguments.out /= arguments.device
-    training = partial(run, device=torch.device(arguments.device))
+    training = partial(train, device=torch.device(arguments.device), steps=arguments.steps)
     study = Study(
         TrainingRow, training, order=order_by(model=RECIPES["cpu"]), pages={"table.md": format_table}, failures=list_failures
     )
     return carry_out(study, arguments, {(name,): name for name in arguments.models})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

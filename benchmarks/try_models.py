@@ -7,15 +7,14 @@ eager's, or if it exceeds its budget.
 """
 
 import os
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from typing import Any, TypeVar
 
 import planner
-from benchmarks.command import Setting, build_parser, carry_out, limit_threads, read_settings
+from benchmarks.command import Main, Setting, limit_threads
 from benchmarks.runner import SEED, Runner, build_fresh, take_turns
 from benchmarks.solves import find_least_bytes
 from graphs.errors import PlannerError, first_line, typed_line
@@ -246,9 +245,9 @@ def run_in_process(trial: Callable[..., Iterable[R]], blank: R, limit_s: float) 
     yield from rows.values()
 
 
-def try_one(case: tuple[str, str], known: Sequence[TriedRow], *, repeats: int) -> Iterator[TriedRow]:
+def try_one(name: str, known: Sequence[TriedRow], *, repeats: int) -> Iterator[TriedRow]:
     """Yield the rows of one model."""
-    source, model = case
+    source, model = name.split("/")
     blank = TriedRow(source=source, model=model, way=EAGER, status=RAN, **collect_provenance(packages=PACKAGES))
     return run_in_process(partial(try_model, repeats=repeats), blank, _LIMIT_S)
 
@@ -397,42 +396,28 @@ def find_failures(
             yield f"{name}: {row.message}"
 
 
-def make_main(
-    study: Study[tuple[str, str], Any], description: str | None, *, out: str, **settings: Setting
-) -> Callable[[Sequence[str] | None], int]:
-    """Return the ``main`` of a benchmark that tries the models: writes rows and table after each; returns 1 on failures.
-
-    Args:
-        study: of cases that are source and model. Its order is set here, and missing packages are looked for again.
-        description, out: as for ``build_parser``.
-        settings: as for ``benchmark``.
-    """
-
-    def main(words: Sequence[str] | None = None) -> int:
-        names = [f"{source}/{model}" for source, models in list_sources().items() for model in models]
-        arguments, run = read_settings(build_parser(description, study.row, models=names, out=out), study.run, settings, words)
-        limit_threads()
-        tried = replace(
-            study,
-            run=run,
-            again=lambda rows: any(row.status == MISSING for row in rows),
-            order=lambda row: names.index(f"{row.source}/{row.model}"),
-        )
-        cases = {(source, model): (source, model) for source, model in (name.split("/") for name in arguments.models)}
-        return carry_out(tried, arguments, cases, say=_format_line)
-
-    return main
+@cache
+def list_names() -> tuple[str, ...]:
+    """Return the names of all models, with their sources."""
+    return tuple(f"{source}/{model}" for source, models in list_sources().items() for model in models)
 
 
-def _format_line(row: Any) -> str:
+def get_place(row: Any) -> int:
+    """Return the place of a row's model among all."""
+    return list_names().index(f"{row.source}/{row.model}")
+
+
+def has_missing(rows: Sequence[Any]) -> bool:
+    """Return True if a package was missing: it is looked for again."""
+    return any(row.status == MISSING for row in rows)
+
+
+def format_line(row: Any) -> str:
+    """Return the line that is printed for a row."""
     found = f"{row.different} results are not eager's" if row.status == RAN else f"{row.status}: {row.message}"
     return f"{row.source}/{row.model}, {row.way}: {found}"
 
 
-STUDY = Study(TriedRow, try_one, pages={"table.md": format_table}, failures=list_failures)
-REPEATS = Setting(9, "steps timed of each way")
-main = make_main(STUDY, __doc__, out="results/models", repeats=REPEATS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+STUDY = Study(TriedRow, try_one, again=has_missing, order=get_place, pages={"table.md": format_table}, failures=list_failures)
+SETTINGS = {"repeats": Setting(9, "steps timed of each way")}
+main = Main(STUDY, __doc__, models=list_names, out="results/models", say=format_line, settings=SETTINGS)

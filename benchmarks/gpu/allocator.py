@@ -6,7 +6,6 @@ recorded actions are written too: as CSV, in units that ``graphs.allocators.reco
 
 import argparse
 import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,3 @@ def main(words: Sequence[str] | None = None) -> int:
         print(line, flush=True)
         failed |= not is_same
     return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

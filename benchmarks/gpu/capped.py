@@ -8,7 +8,6 @@ a cap to the last bit.
 import argparse
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -114,7 +113,3 @@ def main(words: Sequence[str] | None = None) -> int:
         print(line, flush=True)
         failed |= not holds
     return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,6 @@ alone, between events. One plan runs in C++ and in Python; the others differ in 
 """
 
 import gc
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -190,7 +189,3 @@ def main(words: Sequence[str] | None = None) -> int:
     cases = {key: GpuHostRow(model=key[0], way=key[1], **about) for key in keys}
     study = Study(GpuHostRow, measure, pages={"table.md": format_table}, failures=list_failures)
     return carry_out(study, arguments, cases, say=lambda row: format_markdown([row], TABLE).splitlines()[2])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

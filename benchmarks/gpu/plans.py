@@ -5,7 +5,6 @@ peak. The run fails if a plan exceeds its budget, or has other bits where eager 
 """
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -216,7 +215,3 @@ def main(words: Sequence[str] | None = None) -> int:
     cases = {key: PlanRow(model=key[0], way=key[1], share=key[2], **about) for key in keys}
     study = Study(PlanRow, measure, pages={"table.md": format_table}, failures=list_failures)
     return carry_out(study, arguments, cases, say=lambda row: format_markdown([row], TABLE).splitlines()[2])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module, metadata
 
@@ -174,7 +174,7 @@ PROBES = (
 )
 
 
-def main() -> int:
+def main(words: Sequence[str] = ()) -> int:
     """Print the results of all probes; return 1 if one of them failed."""
     failed = 0
     for probe in PROBES:
@@ -185,7 +185,3 @@ def main() -> int:
             failed = 1
             print(f"{probe.__name__}: FAILED, {typed_line(error)}", flush=True)
     return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())

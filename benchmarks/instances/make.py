@@ -1,9 +1,8 @@
-"""Make the public instances, with their best known solutions: ``python -m benchmarks.instances.make``, in about ten minutes."""
+"""Make the public instances, with their best known solutions: ``python -m benchmarks instances.make``, in about ten minutes."""
 
 import argparse
 import gzip
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -110,7 +109,3 @@ def main(words: Sequence[str] | None = None) -> int:
         gaps = ", ".join(f"{float(str(k['time_s'])) / float(str(k['bound_s'])) - 1:.3%}" for k in known)
         print(f"{name}: {len(graph.ops)} ops, gaps {gaps}", flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,12 +18,9 @@ Item = TypeVar("Item")
 
 # Output of print goes to stderr, so that stdout carries only the results.
 _CHILD = """
-import importlib, os, pickle, sys
+import os, pickle, sys
 out = os.fdopen(os.dup(1), "wb")
 os.dup2(2, 1)
-main = pickle.load(sys.stdin.buffer)
-if main is not None:
-    sys.modules["__main__"] = importlib.import_module(main)
 function, given = pickle.load(sys.stdin.buffer)
 for item in function(*given):
     pickle.dump(item, out)
@@ -47,7 +44,7 @@ def iterate_results(
     Workers of a cluster may start such a process, unlike a pool.
 
     Args:
-        function: imported there by its name, also if it is of the module that ``python -m`` runs.
+        function: imported there by its name.
         arguments: its arguments, picklable like its results.
         variables: environment variables that differ from this process's.
         limit_s: time limit.
@@ -70,8 +67,7 @@ def iterate_results(
             timer.start()
         try:
             with suppress(BrokenPipeError), process.stdin:  # a process that has ended is reported by its exit code
-                call = pickle.dumps((function, arguments))
-                process.stdin.write(pickle.dumps(_find_main_module(call)) + call)
+                pickle.dump((function, arguments), process.stdin)
             yield from _iterate_received(process.stdout)
             code = process.wait()
         finally:
@@ -85,15 +81,6 @@ def iterate_results(
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines()
             raise ProcessError(f"exit code {code}: {lines[-1] if lines else 'it said nothing'}")
-
-
-def _find_main_module(call: bytes) -> str | None:
-    """Return the name of the module that ``python -m`` runs, if the pickled `call` has objects of it; otherwise None."""
-    main = sys.modules["__main__"]
-    if b"__main__" not in call or main.__spec__ is None:
-        return None
-    sys.modules.setdefault(main.__spec__.name, main)  # the process sends objects of its classes under this name
-    return main.__spec__.name
 
 
 def _iterate_received(pipe: Any) -> Iterator[Any]:

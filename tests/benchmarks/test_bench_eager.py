@@ -15,10 +15,9 @@ from tests.support.eager.solves import SolvedWhenWaitedFor
 
 def test_bench_eager_runs_a_small_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "SHARES", (0.7,))
-    monkeypatch.setattr(eager, "WAYS", ("lru", PLANNED))
     monkeypatch.setattr(step_plans, "BackgroundSolve", SolvedWhenWaitedFor)
     monkeypatch.setattr(step_plans, "PlanSettings", partial(PlanSettings, work_limit=0.5))
-    assert main(["--models", "tree", "--steps", "1", "--out", str(tmp_path)]) == 0
+    assert main(["--models", "tree", "--steps", "1", "--ways", f"lru,{PLANNED}", "--out", str(tmp_path)]) == 0
     plenty, near, tight, planned = read_rows(tmp_path / "rows.csv", EagerRow)
     assert (plenty.share, plenty.evictions, plenty.recomputed_ops, plenty.exact) == (PLENTY, 0, 0, True)
     assert (near.share, near.evictions, near.exact) == (NEAR, 0, True)

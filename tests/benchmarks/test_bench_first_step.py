@@ -1,6 +1,7 @@
 """The benchmark of first steps: it measures what it says, resumes, and marks what is over its limits."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,6 @@ COMMITTED = Path(__file__).parents[2] / "results" / "first_step"
 
 def use_tiny(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(first_step, "CASES", first_step_tiny.TINY)
-    patch.setattr(first_step, "limit_threads", lambda: None)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("first_step")
     with pytest.MonkeyPatch.context() as patch:
         use_tiny(patch)
-        assert main(["--out", str(path)]) == 0
+        assert replace(main, models=first_step_tiny.TINY)(["--out", str(path)]) == 0
     return path
 
 

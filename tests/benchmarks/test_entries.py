@@ -102,5 +102,5 @@ def test_entry_points_with_rows_are_not_tried_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(entries, "run_in_process", run_in_process)
     known = [replace(BLANK, way=f"{COMPILE} at 50%"), replace(BLANK, way=f"{CHECKPOINT} at 50%", status=MISSING)]
     for wanted in ((COMPILE, CHECKPOINT), (COMPILE,)):
-        list(try_one(("tests", "tiny"), known, entries=wanted, seconds=60.0))
+        list(try_one("tests/tiny", known, entries=wanted, seconds=60.0))
     assert asked == [(CHECKPOINT,)]

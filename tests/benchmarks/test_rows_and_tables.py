@@ -1,6 +1,7 @@
 """Every benchmark's rows and tables: tables follow from rows, committed rows keep their promises, bad rows are named."""
 
 import csv
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from benchmarks.__main__ import list_benchmarks
 from planner.studies.experiment import Study
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="some benchmarks measure memory as on Linux")
@@ -52,6 +54,11 @@ def test_committed_tables_follow_from_committed_rows(folder: str, tmp_path: Path
     assert pages
     assert make_tables(folder, out) == (folder in WITH_FAILURES)
     assert {page: page.read_text() for page in pages} == pages
+
+
+def test_make_names_benchmarks_that_there_are() -> None:
+    makefile = (RESULTS.parent / "Makefile").read_text()
+    assert set(re.findall(r"-m benchmarks ([\w.]+)", makefile)) <= list_benchmarks().keys()
 
 
 WITHIN, NO_BETTER = "peak_bytes <= budget_bytes", "bound_s <= time_s * (1 + 1e-9)"

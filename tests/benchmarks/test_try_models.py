@@ -29,7 +29,6 @@ from benchmarks.try_models import (
     Trial,
     TriedRow,
     iterate_rows,
-    make_main,
     try_one,
 )
 from planner.capture.workload.models import Workload
@@ -105,11 +104,11 @@ def test_model_that_cannot_be_built_is_a_row(error: Exception, status: str, monk
 
 def test_a_process_that_dies_or_does_not_end_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(try_models, "_LIMIT_S", 0.01)
-    (row,) = try_one(("by hand", "mlp"), (), repeats=1)
+    (row,) = try_one("by hand/mlp", (), repeats=1)
     assert (row.status, row.message) == (FAILED, "not ended after 0 s")
     monkeypatch.setattr(try_models, "_LIMIT_S", 60.0)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    (row,) = try_one(("by hand", "mlp"), (), repeats=1)
+    (row,) = try_one("by hand/mlp", (), repeats=1)
     assert (row.status, row.message) == (FAILED, "exit code 1: it said nothing")
 
 
@@ -133,13 +132,13 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
     asked: list[str] = []
     statuses = iter((RAN, MISSING, RAN, RAN, RAN))
 
-    def try_one(case: tuple[str, str], known: object, *, repeats: int) -> list[TriedRow]:
-        source, model = case
-        asked.append(f"{source}/{model}")
+    def try_one(name: str, known: object, *, repeats: int) -> list[TriedRow]:
+        source, model = name.split("/")
+        asked.append(name)
         about = {"source": source, "model": model, "way": EAGER, "status": next(statuses)}
         return [TriedRow(**about, storages_bytes=90, peak_bytes=100, different=0)]  # type: ignore[arg-type]
 
-    main = make_main(replace(STUDY, run=try_one), None, out=str(tmp_path), repeats=try_models.REPEATS)
+    main = replace(try_models.main, study=replace(STUDY, run=try_one), out=str(tmp_path))
     names = ["by hand/mlp", "timm/vit"]
     words = ["--models", ",".join(names)]
     for more, expected in (([], names), ([], ["timm/vit"]), ([], []), (["--fresh"], names)):

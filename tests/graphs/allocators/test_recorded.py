@@ -116,7 +116,7 @@ def test_another_allocator_differs_from_the_model() -> None:
 @pytest.mark.parametrize("run", ["eager", "plan"])
 @pytest.mark.parametrize(("setting", "rules"), [("default", DEFAULT), ("expandable", EXPANDABLE)])
 def test_model_reproduces_recorded_h100_allocations(run: str, setting: str, rules: Rules) -> None:
-    """``python -m benchmarks.gpu.allocator`` has recorded three steps of a small GPT-2, and the planning of them."""
+    """``python -m benchmarks gpu.allocator`` has recorded three steps of a small GPT-2, and the planning of them."""
     with gzip.open(RECORDED / f"h100-gpt2-{run}-{setting}.csv.gz", "rt") as file:
         found = compare_with_model(actions_in(file), rules)
     assert found.requests > 500

@@ -1,11 +1,9 @@
 """Calls in processes of their own: what they yield, and how they end."""
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -51,18 +49,3 @@ def test_a_process_that_does_not_end_is_ended() -> None:
 def test_variables_are_those_of_the_process() -> None:
     assert list(iterate_results(variable, "FOR_THE_CHILD", variables={"FOR_THE_CHILD": "yes"})) == ["yes"]
     assert "FOR_THE_CHILD" not in os.environ
-
-
-def test_functions_and_classes_of_the_module_that_is_run_are_found(tmp_path: Path) -> None:
-    (tmp_path / "run_as_main.py").write_text(
-        "from planner.studies.processes import iterate_results\n\n"
-        "class Item:\n    pass\n\n"
-        "def changed(item):\n    item.is_changed = True\n    yield item\n\n"
-        "if __name__ == '__main__':\n"
-        "    (item,) = iterate_results(changed, Item())\n"
-        "    print(type(item) is Item, item.is_changed)\n"
-    )
-    path = os.pathsep.join((str(tmp_path), *filter(None, sys.path)))
-    command = [sys.executable, "-m", "run_as_main"]
-    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
-    assert ended.stdout == "True True\n"

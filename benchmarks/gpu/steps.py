@@ -39,26 +39,26 @@ def find_gpu_tests() -> tuple[str, ...]:
 
 
 _TESTS = ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--durations=20", *find_gpu_tests())
-_PLANS = ("benchmarks.gpu.plans", "--fresh")
+_PLANS = ("benchmarks", "gpu.plans", "--fresh")
 _TWO_MODELS = ("--models", "gpt2,resnet50")
 STEPS: Mapping[str, GpuStep] = {
     "host": GpuStep(
-        ("benchmarks.gpu.host", "--fresh", *_TWO_MODELS, "--out", "{out}/host"), 210.0
+        ("benchmarks", "gpu.host", "--fresh", *_TWO_MODELS, "--out", "{out}/host"), 210.0
     ),  # with a minute to compile the library
-    "probe": GpuStep(("benchmarks.gpu.probe",), 60.0),
+    "probe": GpuStep(("benchmarks", "gpu.probe"), 60.0),
     "tests": GpuStep(_TESTS, 240.0),
     "plans": GpuStep((*_PLANS, *_TWO_MODELS, "--ways", "recompute,reserved,expandable,device", "--out", "{out}/plans"), 240.0),
     "ways": GpuStep((*_PLANS, *_TWO_MODELS, "--ways", "offload,cuda-graph,inductor", "--out", "{out}/ways"), 300.0),
     "arena": GpuStep((*_PLANS, "--models", "resnet50,unet", "--ways", "arena,reserved", "--out", "{out}/arena"), 150.0),
     "eager": GpuStep(
         (
-            *("benchmarks.eager", "--fresh", "--device", "cuda", "--models", "tree,experts,gpt2-small,resnet50-full"),
+            *("benchmarks", "eager", "--fresh", "--device", "cuda", "--models", "tree,experts,gpt2-small,resnet50-full"),
             *("--ways", "dtr", "--out", "{out}/eager"),
         ),
         150.0,
     ),
-    "capped": GpuStep(("benchmarks.gpu.capped",), 80.0),
-    "allocator": GpuStep(("benchmarks.gpu.allocator", "--out", "{out}/allocator"), 120.0),
+    "capped": GpuStep(("benchmarks", "gpu.capped"), 80.0),
+    "allocator": GpuStep(("benchmarks", "gpu.allocator", "--out", "{out}/allocator"), 120.0),
 }
 
 
@@ -113,7 +113,3 @@ def main(words: Sequence[str] | None = None) -> int:
         (options.out / "table.md").write_text(table)  # after each step: the next one may not end
     print(table, end="")
     return int(any(code != 0 for code, _ in results))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

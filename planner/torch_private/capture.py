@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
+from torch._C._dynamo.guards import GuardManager  # checks a value, and those in it
 from torch._dynamo import (
     config as dynamo_config,  # settings of the capture
     eval_frame as _eval_frame,  # whether functions are compiled at present
@@ -392,9 +393,15 @@ def enter_dynamo_phase(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def skip_guard_timing() -> Iterator[None]:
-    """Build guards without timing them for Dynamo's logs, which empties the processor's caches first and takes 30 ms."""
-    with patch.object(_guards, "profile_guard_manager", lambda *_: 0.0):
+def build_guards_for_plan() -> Iterator[None]:
+    """Build guards without those on marks of tensors, such as ``mark_dynamic``, and without timing them for Dynamo's logs.
+
+    Sizes in a plan do not depend on marks; to look for five on each tensor is up to half of the time of the guards. The timing
+    empties the processor's caches first and takes 30 ms.
+    """
+    marks = "add_dimension_marking_guard"  # not in torch 2.11
+    without_marks = patch.object(GuardManager, marks, lambda *_: None) if hasattr(GuardManager, marks) else nullcontext()
+    with without_marks, patch.object(_guards, "profile_guard_manager", lambda *_: 0.0):
         yield
 
 

@@ -227,7 +227,7 @@ def build_guards(
     graph = captured.output_graph
     graph._guards = private.GuardsSet(type(graph.guards.inner)(filter(_is_relevant, graph.guards)))
     # The capture's dispatcher, which is active here, is not when a step is called: guards on tensors compare dispatch keys.
-    with private.enter_dynamo_phase("build_guards"), no_python_dispatcher(), private.skip_guard_timing():
+    with private.enter_dynamo_phase("build_guards"), no_python_dispatcher(), private.build_guards_for_plan():
         manager = captured.build_guards(code)
     local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
     sources = [

@@ -10,16 +10,10 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_graph
 from solvers.bounds import bound_least_budget
-from solvers.clock import WallClock
-from solvers.highs import solve_program
-from solvers.highs.program import Outcome
 from solvers.least import bracket_least_budget
-from solvers.problem import OBJECTIVE_SCALE, build_problem
-from solvers.windows.relaxation.discretization import Discretization
-from solvers.windows.relaxation.models import build_relaxation
 from tests.support.graphs.small_graphs import random_overwriting
-from tests.support.solvers.answers import SLACK, TOLERANCE, check
-from tests.support.solvers.brute_force import fastest
+from tests.support.solvers.answers import Case, check, check_models
+from tests.support.solvers.brute_force import fastest, fastest_with_options
 
 EXACT = settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 FEW, MANY = settings(EXACT, max_examples=40), settings(EXACT, max_examples=4000)
@@ -57,22 +51,6 @@ def test_equals_brute_force_on_many_graphs(draw: Callable[[int, int], Graph], se
     check_at(draw(seed, ops), tightness)
 
 
-@pytest.mark.slow
-@settings(EXACT, max_examples=40)
-@given(seed=seeds, ops=st.integers(4, 7))
-def test_lower_budgets_never_take_less_time(seed: int, ops: int) -> None:
-    graph = draw_graph(seed, ops)
-    least = bound_least_budget(graph).budget_bytes
-    peak = simulate(graph, keep_everything(graph)).peak_bytes
-    best: float | None = None
-    for budget in range(peak, least - 1, -max(1, (peak - least) // 6)):
-        optimum = fastest(graph, budget)
-        result = check(graph, budget, optimum)
-        if best is not None and result.time_s is not None:
-            assert result.time_s >= best * (1 - TOLERANCE) - SLACK
-        best = result.time_s if result.time_s is not None else float("inf")
-
-
 def check_least_budget(graph: Graph) -> None:
     bracket = bracket_least_budget(graph, precision=0.0)
     assert bracket.exact
@@ -97,16 +75,8 @@ def test_the_least_budget_is_found_to_the_byte_on_many_graphs(draw: Callable[[in
 
 def check_relaxation(graph: Graph, share: float) -> None:
     """Rows 1 to 9 with everything in them, without the search over states that decides small graphs."""
-    budget, ops = budget_of(graph, share), len(graph.ops)
-    optimum = fastest(graph, budget)
-    for ends in (tuple(range(ops)), (ops // 2, ops - 1), (ops - 1,)):
-        pairs = frozenset((end, x) for end in ends for x in range(end))
-        precedences = frozenset((end, x, z) for end in ends for z in range(end) for x in range(z))
-        discretization = Discretization(tuple(sorted(set(ends))), frozenset(range(ops)), pairs, precedences)
-        answer = solve_program(build_relaxation(build_problem(graph, budget), discretization).program, clock=WallClock(60))
-        if optimum is not None:
-            assert answer.outcome is Outcome.OPTIMAL
-            assert graph.time_s * (1 + answer.bound / OBJECTIVE_SCALE) <= optimum * (1 + SLACK) + SLACK
+    budget = budget_of(graph, share)
+    check_models(Case(0, graph, budget, fastest_with_options(graph, budget)))
 
 
 @pytest.mark.slow

@@ -130,8 +130,11 @@ def check_answer(one: Case, result: Result) -> bool:
     return is_as_fast
 
 
-def check_models(one: Case) -> bool:
+def check_models(one: Case, *, may_fail: bool = False) -> bool:
     """All rows, in windows of each place, in two, and in one, do not refute what exists.
+
+    Args:
+        may_fail: whether HiGHS may end without a solution; its bound must hold then too.
 
     Returns:
         Whether something does, and with a window for each place the bound is the optimum.
@@ -147,7 +150,7 @@ def check_models(one: Case) -> bool:
         discretization = Discretization(ends, firsts, pairs, precedences, merged=merged, places=problem.places.last)
         answer = solve_program(build_relaxation(problem, discretization).program, clock=WallClock(60))
         if one.optimum is not None:
-            assert answer.outcome is Outcome.OPTIMAL, (one.seed, ends)
+            assert answer.outcome is Outcome.OPTIMAL or (may_fail and answer.outcome is Outcome.FAILED), (one.seed, ends)
             bound_s = problem.base_s * (1 + answer.bound / OBJECTIVE_SCALE)
             assert bound_s <= one.optimum[0] * (1 + SLACK) + SLACK, (one.seed, ends)
             exact = exact or (ends == every and bound_s >= one.optimum[0] * (1 - TOLERANCE) - SLACK)

@@ -167,7 +167,7 @@ def physics_informed() -> Workload:
         return out.square().mean()
 
     def residual(m: Any, x: torch.Tensor) -> torch.Tensor:
-        x = x.requires_grad_()
+        x = x.detach().requires_grad_()  # eager PyTorch would leave a gradient in the batch, and let it require one
         u = m.net(x)
         (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
         return du[:, 0] + u[:, 0] * du[:, 1]

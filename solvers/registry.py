@@ -46,24 +46,23 @@ class Entry:
 _CHECKMATE_TIME = "solvers.baselines.checkmate:estimate_program_time_s"
 
 
-def _make_baseline(module: str, description: str, rule: str = "", *, params: str = "", large_programs: bool = False) -> Entry:
+def _make_baseline(module: str, description: str, rule: str = "", *, params: str = "") -> Entry:
     module, arguments = f"solvers.baselines.{module}", {"rule": rule} if rule else {}
-    return Entry(module, description, arguments, f"{module}:{params}" if params else "", large_programs=large_programs)
+    return Entry(module, description, arguments, f"{module}:{params}" if params else "")
 
 
 def _make_dtr(description: str, rule: str = "") -> Entry:
     return _make_baseline("dtr", description, rule, params="DtrParams")
 
 
-def _make_offloading(module: str, description: str, *, params: str = "", large_programs: bool = False) -> Entry:
-    baseline = _make_baseline(module, description, params=params, large_programs=large_programs)
-    return replace(baseline, transfers=True, only_transfers=True)
+def _make_offloading(module: str, description: str) -> Entry:
+    return replace(_make_baseline(module, description), transfers=True, only_transfers=True)
 
 
 def _make_xengine(description: str, rule: str = "") -> Entry:
-    baseline = _make_baseline("xengine", description, rule, params="XEngineParams", large_programs=True)
+    baseline = _make_baseline("xengine", description, rule, params="XEngineParams")
     time = f"solvers.baselines.xengine:estimate_{'overlapped_' if rule else ''}program_time_s"
-    return replace(baseline, devices=True, only_devices=True, program_time=time)
+    return replace(baseline, devices=True, only_devices=True, large_programs=True, program_time=time)
 
 
 SOLVERS: dict[str, Entry] = {
@@ -81,17 +80,13 @@ SOLVERS: dict[str, Entry] = {
             "checkmate",
             "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)",
             params="CheckmateParams",
-            large_programs=True,
         ),
+        large_programs=True,
         program_time=_CHECKMATE_TIME,
     ),
     "rounding": replace(
-        _make_baseline(
-            "rounding",
-            "Checkmate's linear relaxation, rounded in two phases (PuLP)",
-            params="RoundingParams",
-            large_programs=True,
-        ),
+        _make_baseline("rounding", "Checkmate's linear relaxation, rounded in two phases (PuLP)", params="RoundingParams"),
+        large_programs=True,
         program_time=_CHECKMATE_TIME,
     ),
     "checkpoint-blocks": _make_baseline(
@@ -102,7 +97,7 @@ SOLVERS: dict[str, Entry] = {
         "chen", "recompute segments that end after a number of bytes, the best that is found", "chen-greedy"
     ),
     "griewank": _make_baseline("griewank", "binomial checkpointing of a chain (revolve)"),
-    "rotor": _make_baseline("rotor", "the optimal schedule of a chain (dynamic programme)", params="RotorParams"),
+    "rotor": _make_baseline("rotor", "the optimal schedule of a chain (dynamic programme)"),
     "sac": _make_baseline(
         "sac", "selective checkpointing: the best list of matmuls, convolutions and attention to save", params="SacParams"
     ),
@@ -113,9 +108,7 @@ SOLVERS: dict[str, Entry] = {
         params="SacParams",
     ),
     "sac-attention": _make_baseline("sac", "selective checkpointing: save attention only", "sac-attention", params="SacParams"),
-    "memory-budget": _make_baseline(
-        "memory_budget", "PyTorch's Memory Budget API: a knapsack over saved bytes", params="MemoryBudgetParams"
-    ),
+    "memory-budget": _make_baseline("memory_budget", "PyTorch's Memory Budget API: a knapsack over saved bytes"),
     "dtr": _make_dtr("DTR online: evict by cost of the equivalence class / (bytes x staleness)"),
     "dtr-full": _make_dtr("DTR online, with the exact cost of the evicted neighbourhood", "dtr-full"),
     "dtr-local": _make_dtr("DTR online, with a tensor's own cost only", "dtr-local"),
@@ -136,43 +129,28 @@ SOLVERS: dict[str, Entry] = {
     ),
     "save-on-cpu": _make_offloading("save_on_cpu", "offload all saved tensors, and wait for copies (PyTorch's save_on_cpu)"),
     "offload-activations": _make_offloading(
-        "offload_activations",
-        "offload all saved tensors during the computation (torchtune)",
-        params="OffloadActivationsParams",
+        "offload_activations", "offload all saved tensors during the computation (torchtune)"
     ),
     "deepspeed-offload": _make_offloading(
-        "deepspeed_offload",
-        "offload all large tensors, then keep the largest ones that fit (DeepSpeed)",
-        params="DeepSpeedParams",
+        "deepspeed_offload", "offload all large tensors, then keep the largest ones that fit (DeepSpeed)"
     ),
     "sac-and-offload": _make_offloading(
-        "sac_and_offload",
-        "selective checkpointing; saved tensors are offloaded one layer later (torchtitan)",
-        params="SacAndOffloadParams",
+        "sac_and_offload", "selective checkpointing; saved tensors are offloaded one layer later (torchtitan)"
     ),
     "capuchin-swap": _make_offloading("capuchin_swap", "swap in order of measured free time (Capuchin)"),
-    "delta": _make_offloading(
-        "delta", "DELTA online: evict the largest and stalest tensors, by a swap or for recomputation", params="DeltaParams"
-    ),
+    "delta": _make_offloading("delta", "DELTA online: evict the largest and stalest tensors, by a swap or for recomputation"),
     "auto-perf-maxing": _make_offloading(
-        "auto_perf_maxing",
-        "an LP chooses a fraction for each layer, an ILP its tensors, in rounds (torchtitan)",
-        params="AutoPerfParams",
+        "auto_perf_maxing", "an LP chooses a fraction for each layer, an ILP its tensors, in rounds (torchtitan)"
     ),
     "poet": replace(
-        _make_offloading(
-            "poet",
-            "POET's program: recompute or page, transfers take no time; small graphs (MILP, HiGHS)",
-            params="PoetParams",
-            large_programs=True,
-        ),
+        _make_offloading("poet", "POET's program: recompute or page, transfers take no time; small graphs (MILP, HiGHS)"),
+        large_programs=True,
         program_time="solvers.baselines.poet:estimate_program_time_s",
     ),
     "monet": replace(
-        _make_baseline(
-            "monet", "MONeT's program: recompute the forward pass, choose kernels; small graphs (HiGHS)", large_programs=True
-        ),
+        _make_baseline("monet", "MONeT's program: recompute the forward pass, choose kernels; small graphs (HiGHS)"),
         alternatives=True,
+        large_programs=True,
         program_time="solvers.baselines.monet:estimate_program_time_s",
     ),
     "xengine": _make_xengine("XEngine's program for several devices: least sum of times; small graphs (HiGHS)"),

@@ -25,7 +25,7 @@ close as possible to the fractions; ties are broken by recomputation time.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -44,6 +44,8 @@ from solvers.highs.program import Milp
 from solvers.request import Request
 from solvers.result import Result
 
+_ROUNDS = 12  # corrections of the cap, for each division into layers
+_ENOUGH = 0.001  # the rounds end with a peak below the budget by at most this fraction of it
 _EXCESS = 1e3  # its price, per capacity, in forward passes
 _NEAR = 2e-4  # relative tolerance on a layer's bytes
 _MOST_WORK = 1.0  # for a layer, see ``solvers.clock``
@@ -52,19 +54,6 @@ _LESS_TIME = 2e-4  # weight of time relative to bytes, both as fractions of the 
 Row = tuple[dict[int, float], float]  # weights by column, and the upper limit of their sum
 
 Alike = dict[object, tuple[list[int], list[int]]]  # by layer and fractions, the positions of the chosen tensors
-
-
-@dataclass(frozen=True, slots=True)
-class AutoPerfParams:
-    """Parameters of the method, with the published values.
-
-    Attributes:
-        rounds: corrections of the cap, for each division into layers.
-        near: the rounds end with a peak below the budget by at most this fraction of it.
-    """
-
-    rounds: int = 12
-    near: float = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,26 +203,24 @@ def _build_program(cost: Sequence[float], upper: Sequence[float], integer: Seque
 
 
 def solve(request: Request) -> Result:
-    """Return the fastest schedule of all rounds that fits; LIMIT if none does. The parameters are ``AutoPerfParams``."""
-    params = request.get_params(AutoPerfParams())
-    generate = partial(_generate_trials, request, params)
-    settings = asdict(params)
-    return answer_by_offloading(request, "auto-perf-maxing", generate, what="auto_perf_maxing", settings=settings, by_blocks=True)
+    """Return the fastest schedule of all rounds that fits; LIMIT if none does."""
+    trials = partial(_generate_trials, request)
+    return answer_by_offloading(request, "auto-perf-maxing", trials, what="auto_perf_maxing", by_blocks=True)
 
 
-def _generate_trials(request: Request, params: AutoPerfParams, offer: Offer) -> Iterator[Candidate]:
+def _generate_trials(request: Request, offer: Offer) -> Iterator[Candidate]:
     for way in find_blockings(offer.program):
-        for number, schedule in enumerate(_generate_rounds(offer, way.blocks, request, params), start=1):
+        for number, schedule in enumerate(_generate_rounds(offer, way.blocks, request), start=1):
             yield Candidate(schedule, {**way.settings, "round": number})
 
 
-def _generate_rounds(offer: Offer, blocks: Sequence[str | None], request: Request, params: AutoPerfParams) -> Iterator[Schedule]:
+def _generate_rounds(offer: Offer, blocks: Sequence[str | None], request: Request) -> Iterator[Schedule]:
     outer = FractionsProgram(offer, blocks)
     budget_bytes = cap_bytes = request.budget_bytes
-    near_bytes = int(params.near * budget_bytes)
+    near_bytes = int(_ENOUGH * budget_bytes)
     known: dict[object, int] = {}
     alike: Alike = {}
-    for _ in range(params.rounds):
+    for _ in range(_ROUNDS):
         split = _split(outer, cap_bytes, request, alike)
         if split is None:
             return

@@ -36,7 +36,7 @@ class TensorSwap:
 def solve(request: Request) -> Result:
     """Return the schedule with the fewest swaps that fit; LIMIT if swapping everything does not fit."""
     trials = partial(_generate_trials, budget_bytes=request.budget_bytes)
-    return answer_by_offloading(request, "capuchin-swap", trials, what="swapping by free time", settings={})
+    return answer_by_offloading(request, "capuchin-swap", trials, what="swapping by free time")
 
 
 def _generate_trials(offer: Offer, budget_bytes: int) -> Iterator[Candidate]:

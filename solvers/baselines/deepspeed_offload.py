@@ -10,7 +10,6 @@ and also with the peak of the whole step, whichever is faster among those that f
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 
 from graphs.ir import Phase
@@ -21,28 +20,18 @@ from solvers.baselines.common.verdicts import Candidate
 from solvers.request import Request
 from solvers.result import Result
 
-
-@dataclass(frozen=True, slots=True)
-class DeepSpeedParams:
-    """Parameters of the method, with the published values.
-
-    Attributes:
-        least_bytes: smaller tensors stay.
-    """
-
-    least_bytes: int = 5 * 2**20
+_LEAST_BYTES = 5 * 2**20  # as published; smaller tensors stay
 
 
 def solve(request: Request) -> Result:
-    """Return the faster of the two plans that fits; LIMIT if neither does. The parameters are ``DeepSpeedParams``."""
-    params = request.get_params(DeepSpeedParams())
-    trials = partial(_generate_trials, budget_bytes=request.budget_bytes, least_bytes=params.least_bytes)
-    return answer_by_offloading(request, "deepspeed-offload", trials, what="DeepSpeed's offload", settings=asdict(params))
+    """Return the faster of the two plans that fits; LIMIT if neither does."""
+    trials = partial(_generate_trials, budget_bytes=request.budget_bytes)
+    return answer_by_offloading(request, "deepspeed-offload", trials, what="DeepSpeed's offload")
 
 
-def _generate_trials(offer: Offer, budget_bytes: int, least_bytes: int) -> Iterator[Candidate]:
+def _generate_trials(offer: Offer, budget_bytes: int) -> Iterator[Candidate]:
     large = [
-        t for t in offer.list_saved() if offer.get_size_bytes(t) >= least_bytes and _is_floating(offer.program.tensors[t].dtype)
+        t for t in offer.list_saved() if offer.get_size_bytes(t) >= _LEAST_BYTES and _is_floating(offer.program.tensors[t].dtype)
     ]
     eligible = offer.select_fitting(sorted(large, key=lambda t: -offer.get_size_bytes(t)))
     plan = _OffloadPlan(offer, eligible)

@@ -12,7 +12,6 @@ Feasibility is not monotone in the budget. A failure proves nothing.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 
 from graphs.schedule import Schedule
@@ -24,50 +23,38 @@ from solvers.baselines.common.verdicts import Candidate, answer, build_failure
 from solvers.request import Request
 from solvers.result import Reason, Result
 
+_AHEAD = (1, 2, 4, 8)  # numbers of ops for which tensors are reloaded ahead
+_THRASH_FACTOR = 2.0  # a step whose computation takes longer than this times the one without recomputation is a failure
 _WORK_PER_OP = 5e-5  # of the evictions for an op and its execution
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaParams:
-    """Parameters of a run.
-
-    Attributes:
-        ahead: number of ops for which tensors are reloaded ahead; each is tried.
-        thrash_factor: a step whose computation takes longer than this times the one without recomputation is a failure.
-    """
-
-    ahead: tuple[int, ...] = (1, 2, 4, 8)
-    thrash_factor: float = 2.0
-
-
 def solve(request: Request) -> Result:
-    """Return the fastest run that ends; LIMIT if all run out of memory or thrash. The parameters are ``DeltaParams``."""
-    params = request.get_params(DeltaParams())
+    """Return the fastest run that ends; LIMIT if all run out of memory or thrash."""
     offer = offer_of(request.graph)
     if offer is None:
-        return answer_by_offloading(request, "delta", lambda _: (), what="DELTA", settings=asdict(params))
+        return answer_by_offloading(request, "delta", lambda _: (), what="DELTA")
     trials: list[Candidate] = []
     failed: OnlineFailedError | None = None
     stop = partial(request.explain_end, _WORK_PER_OP)
-    for ahead in params.ahead:
+    for ahead in _AHEAD:
         try:
-            schedule = DeltaRun(offer, request.budget_bytes, ahead, params.thrash_factor, stop).run()
+            schedule = DeltaRun(offer, request.budget_bytes, ahead, stop).run()
             trials.append(Candidate(schedule, {"ahead": ahead}))
         except OnlineFailedError as error:
             failed = failed or error
     if trials or failed is None:
-        return answer(request, "delta", trials, what="DELTA", settings=asdict(params))
+        return answer(request, "delta", trials, what="DELTA")
     why = f"delta fails at {format_bytes(request.budget_bytes)}: {failed}. Raise the budget, or use the solver windows"
-    return build_failure(request, "delta", why, failed.reason, settings=asdict(params))
+    return build_failure(request, "delta", why, failed.reason)
 
 
 class DeltaRun:
     """One run; `run` may be called once."""
 
-    def __init__(self, offer: Offer, budget_bytes: int, ahead: int, thrash_factor: float, stop: Callable[[], str]) -> None:
+    def __init__(self, offer: Offer, budget_bytes: int, ahead: int, stop: Callable[[], str]) -> None:
         self.offer, self.graph, self.ahead, self.stop = offer, offer.program, ahead, stop
         self.device = Device(offer, budget_bytes)
-        self.left_s = (thrash_factor - 1.0) * self.graph.time_s
+        self.left_s = (_THRASH_FACTOR - 1.0) * self.graph.time_s
         self.again = find_repeatable(self.graph)
         needed = find_last_needed(self.graph)
         # A tensor that cannot be recomputed is needed as long as its readers may be recomputed.

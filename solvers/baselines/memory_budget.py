@@ -14,7 +14,6 @@ bytes and not the peak, all fractions are tried, and the fastest schedule that f
 """
 
 from collections.abc import Iterator, Sequence, Set as AbstractSet
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,26 +27,14 @@ from solvers.baselines.common.verdicts import Candidate, answer
 from solvers.request import Request
 from solvers.result import Result
 
-FRACTIONS = tuple(round(1.0 - k / 20, 2) for k in range(21))
+FRACTIONS = tuple(round(1.0 - k / 20, 2) for k in range(21))  # of the bytes saved at 1
 _QUANTA = 10000  # of the saved bytes, in the knapsack
 _UNBOUNDED = 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryBudgetParams:
-    """Parameters of the method.
-
-    Attributes:
-        fractions: of the bytes saved at 1, each from 0 to 1; each is tried.
-    """
-
-    fractions: tuple[float, ...] = FRACTIONS
-
-
 def solve(request: Request) -> Result:
-    """Return the fastest schedule of all fractions that fits; LIMIT if none does. The parameters are ``MemoryBudgetParams``."""
-    fractions = request.get_params(MemoryBudgetParams()).fractions
-    return answer(request, "memory-budget", generate_trials(request.graph, fractions), what="a memory budget")
+    """Return the fastest schedule of all fractions that fits; LIMIT if none does."""
+    return answer(request, "memory-budget", generate_trials(request.graph), what="a memory budget")
 
 
 def generate_trials(graph: Graph, fractions: Sequence[float] = FRACTIONS) -> Iterator[Candidate]:

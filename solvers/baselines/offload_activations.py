@@ -10,45 +10,30 @@ stay, as with the option offload, and so do tensors that the host has no space f
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
 
 from solvers.baselines.common.offloading import Fetch, Moves, Offer, answer_by_offloading, iterate_run_starts, schedule_with
 from solvers.baselines.common.verdicts import Candidate
 from solvers.request import Request
 from solvers.result import Result
 
-
-@dataclass(frozen=True, slots=True)
-class OffloadActivationsParams:
-    """Parameters of the method, with the published values.
-
-    Attributes:
-        stash: number of tensors that stay after their offload has begun, 1 or more.
-        least_bytes: smaller tensors stay.
-    """
-
-    stash: int = 5
-    least_bytes: int = 1024
+# The published values.
+_STASH = 5  # tensors that stay after their offload has begun
+_LEAST_BYTES = 1024  # smaller tensors stay
 
 
 def solve(request: Request) -> Result:
-    """Return the schedule; LIMIT if it does not fit. The parameters are ``OffloadActivationsParams``."""
-    params = request.get_params(OffloadActivationsParams())
-    trials = partial(_generate_trials, params=params)
-    return answer_by_offloading(
-        request, "offload-activations", trials, what="offloading all activations", settings=asdict(params)
-    )
+    """Return the schedule; LIMIT if it does not fit."""
+    return answer_by_offloading(request, "offload-activations", _generate_trials, what="offloading all activations")
 
 
-def _generate_trials(offer: Offer, params: OffloadActivationsParams) -> Iterator[Candidate]:
-    sent = offer.select_fitting(t for t in offer.list_saved() if offer.get_size_bytes(t) >= params.least_bytes)
+def _generate_trials(offer: Offer) -> Iterator[Candidate]:
+    sent = offer.select_fitting(t for t in offer.list_saved() if offer.get_size_bytes(t) >= _LEAST_BYTES)
     moves = Moves(sent=[(t, offer.get_producer(t)) for t in sent])
     unpacking = sorted({r for t in sent for r in iterate_run_starts(offer.list_readers(t, forward=False))})
     before = dict(zip(unpacking[1:], unpacking, strict=False))
     for place, t in enumerate(sent):
-        stashed = place + params.stash >= len(sent)
-        moves.held.append((t, unpacking[0] if stashed else offer.get_producer(sent[place + params.stash])))
+        stashed = place + _STASH >= len(sent)
+        moves.held.append((t, unpacking[0] if stashed else offer.get_producer(sent[place + _STASH])))
         for reader in iterate_run_starts(offer.list_readers(t, forward=False)):
             if not (stashed and reader == unpacking[0]):
                 moves.fetches.append(Fetch(t, before.get(reader, reader), reader))

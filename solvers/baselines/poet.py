@@ -19,7 +19,6 @@ A transfer takes no time and ends in its stage: its cost is energy.
 """
 
 import math
-from dataclasses import asdict, dataclass
 from functools import partial
 
 from graphs.ir import Graph
@@ -37,17 +36,7 @@ from solvers.result import Reason, Result
 MOST_COLUMNS = 36_000  # of decisions: with those that linearise products they are 60,000
 # Seconds to write the program and solve its relaxation once: half of what 900 to 17,700 decisions took.
 _LEAST_S, _LEAST_POWER = 3.5e-6, 1.3
-
-
-@dataclass(frozen=True, slots=True)
-class PoetParams:
-    """Parameters of the method.
-
-    Attributes:
-        powers: of transfers, relative to that of computation; they share the time.
-    """
-
-    powers: tuple[float, ...] = (1.0, 0.1)
+_POWERS = (1.0, 0.1)  # of transfers, relative to that of computation; they share the time
 
 
 class PoetProgram(StageProgram):
@@ -130,22 +119,18 @@ def estimate_program_time_s(graph: Graph, budget_bytes: int) -> float:
 
 
 def solve(request: Request) -> Result:
-    """Return the fastest timed solution; LIMIT if the program is too large, infeasible, or has no solution in time.
-
-    The parameters are ``PoetParams``.
-    """
-    params = request.get_params(PoetParams())
+    """Return the fastest timed solution; LIMIT if the program is too large, infeasible, or has no solution in time."""
     offer = offer_of(request.graph)
     if offer is None:
-        return answer_by_offloading(request, "poet", lambda _: (), what="POET", settings=asdict(params))
+        return answer_by_offloading(request, "poet", lambda _: (), what="POET")
     trials: list[Candidate] = []
-    for place, power in enumerate(params.powers):
+    for place, power in enumerate(_POWERS):
         model = PoetProgram(offer, request.budget_bytes, power)
         if (refusal := model.find_refusal(request.clock.limit)) is not None:
-            return build_failure(request, "poet", *refusal, settings=asdict(params))
+            return build_failure(request, "poet", *refusal)
         found = highs.solve_program(
             model.build(),
-            clock=request.clock.start_part(measure_rest(request.clock) / (len(params.powers) - place)),
+            clock=request.clock.start_part(measure_rest(request.clock) / (len(_POWERS) - place)),
             absolute_gap=request.tolerance.first * offer.program.time_s / model.unit_s,
             callbacks=SolveCallbacks(should_stop=request.is_interrupted, interrupted=request.is_interrupted),
         )
@@ -153,11 +138,11 @@ def solve(request: Request) -> Result:
             trials.append(Candidate(carry_out(model, found.values, request.budget_bytes), {"power": power}))
         elif found.outcome is Outcome.INFEASIBLE:
             why = "POET's program is infeasible at this budget: raise the budget, or use the solver windows"
-            return build_failure(request, "poet", why, Reason.MEMORY, settings=asdict(params))
+            return build_failure(request, "poet", why, Reason.MEMORY)
     if not trials:
         why = f"POET's program found nothing within {request.clock.format_amount(request.clock.limit)}: raise the time limit"
-        return build_failure(request, "poet", why, Reason.TIME, settings=asdict(params))
-    return answer(request, "poet", trials, what="POET", settings=asdict(params))
+        return build_failure(request, "poet", why, Reason.TIME)
+    return answer(request, "poet", trials, what="POET")
 
 
 def carry_out(model: PoetProgram, values: Floats, budget_bytes: int) -> Schedule:

@@ -21,7 +21,7 @@ neighbours are merged.
 
 import math
 from collections.abc import Iterator, Sequence, Set as AbstractSet
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,39 +36,23 @@ from solvers.result import Result
 
 Floats = NDArray[np.float64]
 
+_MOST_STAGES = 80  # neighbours are merged above this number
+_SLOTS = 400  # for the memory of keeping everything
 _BEYOND = 12  # slots above the largest amount of memory whose schedule fits, which are tried too
 
 
-@dataclass(frozen=True, slots=True)
-class RotorParams:
-    """Parameters of the dynamic programme.
-
-    Attributes:
-        most_stages: neighbours are merged above this number.
-        slots: number of slots for the memory of keeping everything.
-    """
-
-    most_stages: int = 80
-    slots: int = 400
-
-
 def solve(request: Request) -> Result:
-    """Return the fastest optimal schedule of a chain that fits; LIMIT if none does. The parameters are ``RotorParams``."""
-    params = request.get_params(RotorParams())
-    trials = (
-        trial
-        for cuts in Cuts
-        for trial in generate_chain_trials(request.graph, request.budget_bytes, cuts, params.most_stages, params.slots)
-    )
-    return answer(request, "rotor", trials, what="the chain's schedule", settings=asdict(params))
+    """Return the fastest optimal schedule of a chain that fits; LIMIT if none does."""
+    trials = (trial for cuts in Cuts for trial in generate_chain_trials(request.graph, request.budget_bytes, cuts))
+    return answer(request, "rotor", trials, what="the chain's schedule")
 
 
-def generate_chain_trials(graph: Graph, budget_bytes: int, cuts: Cuts, most_stages: int, slots: int) -> Iterator[Candidate]:
+def generate_chain_trials(graph: Graph, budget_bytes: int, cuts: Cuts) -> Iterator[Candidate]:
     """Yield optimal schedules of the chain for the largest amount of memory whose schedule fits, and some above it."""
-    stages = ForwardStages(graph, select_evenly(cut_places(graph, cuts), most_stages))
+    stages = ForwardStages(graph, select_evenly(cut_places(graph, cuts), _MOST_STAGES))
     if not len(stages):
         return
-    table = ChainTable(build_chain(stages), slots)
+    table = ChainTable(build_chain(stages), _SLOTS)
     times = table.best[0][len(stages) - 1]
     tried: dict[int, Candidate] = {}
 

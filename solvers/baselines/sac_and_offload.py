@@ -9,9 +9,8 @@ Users choose blocks, list and the budget on the host: all lists and blocks are t
 schedule that fits is returned.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 
 from graphs.ir import Phase
 from solvers.baselines.common.blocks import find_blockings
@@ -22,33 +21,16 @@ from solvers.baselines.sac import save_lists, select_listed_ops
 from solvers.request import Request
 from solvers.result import Result
 
-
-@dataclass(frozen=True, slots=True)
-class SacAndOffloadParams:
-    """Parameters of the method.
-
-    Attributes:
-        shares: of the offloadable bytes, as budgets on the host; from 0 to 1; each is tried.
-    """
-
-    shares: tuple[float, ...] = (1.0, 0.75, 0.5, 0.25)
+_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the offloadable bytes, as budgets on the host
 
 
 def solve(request: Request) -> Result:
-    """Return the fastest schedule that fits; LIMIT if none does. The parameters are ``SacAndOffloadParams``."""
-    params = request.get_params(SacAndOffloadParams())
+    """Return the fastest schedule that fits; LIMIT if none does."""
     what = "selective checkpointing with offload"
-    return answer_by_offloading(
-        request,
-        "sac-and-offload",
-        partial(_generate_trials, shares=params.shares),
-        what=what,
-        settings=asdict(params),
-        by_blocks=True,
-    )
+    return answer_by_offloading(request, "sac-and-offload", _generate_trials, what=what, by_blocks=True)
 
 
-def _generate_trials(offer: Offer, shares: Sequence[float]) -> Iterator[Candidate]:
+def _generate_trials(offer: Offer) -> Iterator[Candidate]:
     """Yield the schedules of every list, division into blocks and share; lists that save the same ops once."""
     graph = offer.program
     tried: set[frozenset[int]] = set()
@@ -60,7 +42,7 @@ def _generate_trials(offer: Offer, shares: Sequence[float]) -> Iterator[Candidat
         for way in find_blockings(graph):
             computed = recompute_groups(graph, way.blocks, saved=saved, at_once=False).computed
             layers = Layers(offer, computed, way.blocks)
-            for share in shares:
+            for share in _SHARES:
                 settings = {"saves": save_list.name, **way.settings, "share": share}
                 moves = layers.plan_moves(_select_largest(offer, layers.may_go(), share))
                 yield Candidate(schedule_with(offer, computed, moves), settings)

@@ -17,7 +17,7 @@ from solvers.result import Result
 
 def solve(request: Request) -> Result:
     """Return the schedule; LIMIT if it does not fit."""
-    return answer_by_offloading(request, "save-on-cpu", _generate_trials, what="saving on the host", settings={})
+    return answer_by_offloading(request, "save-on-cpu", _generate_trials, what="saving on the host")
 
 
 def _generate_trials(offer: Offer) -> Iterator[Candidate]:

@@ -81,18 +81,17 @@ def answer_by_offloading(
     trials: Callable[[Offer], Iterable[Candidate]],
     *,
     what: str,
-    settings: Mapping[str, object],
     by_blocks: bool = False,
 ) -> Result:
     """Return ``verdicts.answer`` for methods that need transfers to the host, and blocks if `by_blocks`; LIMIT without these."""
     offer = offer_of(request.graph)
     if offer is None:
         why = f"{what} does not apply: the graph offers no transfers to the host; solve with the option offload"
-        return build_failure(request, solver, why, Reason.INAPPLICABLE, settings=settings)
+        return build_failure(request, solver, why, Reason.INAPPLICABLE)
     if by_blocks and not find_blockings(request.graph):
         why = f"{what} does not apply: the graph has no blocks, for no op belongs to a module inside the model"
-        return build_failure(request, solver, why, Reason.INAPPLICABLE, settings=settings)
-    return answer(request, solver, trials(offer), what=what, settings=settings)
+        return build_failure(request, solver, why, Reason.INAPPLICABLE)
+    return answer(request, solver, trials(offer), what=what)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from graphs.synthetic.small import make_training_chain
 from solvers.baselines import capuchin_swap, delta
 from solvers.baselines.common.offloading import offer_of
 from solvers.baselines.common.online import OnlineFailedError
-from solvers.baselines.delta import DeltaParams
 from solvers.result import Reason
 from tests.support.graphs.options import check_by_both_judges, names, offered, with_trips
 from tests.support.solvers.answers import ask
@@ -51,9 +50,10 @@ def test_delta_drops_tensors_cheaper_to_recompute_than_to_copy() -> None:
     assert (result.time_s, result.peak_bytes) == (9.0, 4)
 
 
-def test_delta_swaps_tensors_cheaper_to_copy_and_prefetches() -> None:
+def test_delta_swaps_tensors_cheaper_to_copy_and_prefetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta, "_AHEAD", (1,))
     graph = with_trips(make_training_chain(4), bytes_per_s=4.0)
-    result = delta.solve(ask(graph, 4, params=DeltaParams(ahead=(1,))))
+    result = delta.solve(ask(graph, 4))
     check_by_both_judges(graph, result)
     assert names(graph, result) == [
         "f1",
@@ -69,16 +69,17 @@ def test_delta_swaps_tensors_cheaper_to_copy_and_prefetches() -> None:
     ]
     assert (result.time_s, result.peak_bytes) == (8.0, 4)
     # Without looking ahead f1 is waited for.
-    late = delta.solve(ask(graph, 4, params=DeltaParams(ahead=(0,))))
-    assert late.time_s == 8.25
+    monkeypatch.setattr(delta, "_AHEAD", (0,))
+    assert delta.solve(ask(graph, 4)).time_s == 8.25
 
 
-def test_delta_failures_have_a_reason() -> None:
+def test_delta_failures_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = with_trips(make_training_chain(8))
     assert delta.solve(ask(graph, 2)).reason is Reason.MEMORY
-    thrashes = delta.solve(ask(graph, 3, params=DeltaParams(thrash_factor=1.01)))
-    assert (thrashes.reason, thrashes.schedule) == (Reason.THRASHING, None)
     assert delta.solve(ask(graph, 3, time_limit_s=1e-9)).reason is Reason.TIME
+    monkeypatch.setattr(delta, "_THRASH_FACTOR", 1.01)
+    thrashes = delta.solve(ask(graph, 3))
+    assert (thrashes.reason, thrashes.schedule) == (Reason.THRASHING, None)
 
 
 def test_clocks_and_memory_are_those_of_the_judge() -> None:
@@ -88,7 +89,7 @@ def test_clocks_and_memory_are_those_of_the_judge() -> None:
         offer = offer_of(graph)
         assert offer is not None
         for budget in (graph.static_bytes + 25, graph.static_bytes + 40):
-            run = delta.DeltaRun(offer, budget, 2, 3.0, lambda: "")
+            run = delta.DeltaRun(offer, budget, 2, lambda: "")
             try:
                 simulation = simulate(graph, run.run())
             except OnlineFailedError:

@@ -11,13 +11,18 @@ from graphs.simulate import simulate
 from graphs.synthetic.small import make_training_chain
 from solvers.baselines import deepspeed_offload, offload_activations, sac_and_offload, save_on_cpu
 from solvers.baselines.common.offloading import offer_of
-from solvers.baselines.deepspeed_offload import DeepSpeedParams
-from solvers.baselines.offload_activations import OffloadActivationsParams
 from solvers.result import Reason, Result
 from tests.support.graphs.options import check_by_both_judges, names, three_layers, with_trips
 from tests.support.solvers.answers import ask
 
 CHAIN = with_trips(make_training_chain(3))
+
+
+@pytest.fixture(autouse=True)
+def tensors_of_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are not too small."""
+    for rules in (offload_activations, deepspeed_offload):
+        monkeypatch.setattr(rules, "_LEAST_BYTES", 1)
 
 
 def figures(result: Result) -> tuple[float | None, int | None]:
@@ -46,8 +51,9 @@ def test_tensors_beyond_host_capacity_stay_on_the_device() -> None:
     ]
 
 
-def test_offload_activations_has_a_stash_and_asks_an_op_ahead() -> None:
-    result = offload_activations.solve(ask(CHAIN, 10, params=OffloadActivationsParams(stash=1, least_bytes=1)))
+def test_offload_activations_has_a_stash_and_asks_an_op_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_activations, "_STASH", 1)
+    result = offload_activations.solve(ask(CHAIN, 10))
     # f3 is in the stash when g3 reads it. f2 comes from 3 to 4, then f1 while g3 is executed, and g2 has it at 5.
     assert figures(result) == (7.0, 4)
     issued = (
@@ -57,12 +63,13 @@ def test_offload_activations_has_a_stash_and_asks_an_op_ahead() -> None:
     assert names(CHAIN, result) == issued.split()
 
 
-def test_a_larger_stash_keeps_more() -> None:
+def test_a_larger_stash_keeps_more(monkeypatch: pytest.MonkeyPatch) -> None:
     # f1, f2 and f3 are stashed; only f1 is read after g3, at which the stash goes: at 4 its copies are long done.
-    result = offload_activations.solve(ask(CHAIN, 10, params=OffloadActivationsParams(least_bytes=1)))
+    result = offload_activations.solve(ask(CHAIN, 10))
     assert figures(result) == (7.0, 4)
     assert [name for name in names(CHAIN, result) if name.endswith("host_to_device")] == ["copy_f1_host_to_device"]
-    small = offload_activations.solve(ask(CHAIN, 10, params=OffloadActivationsParams(least_bytes=2)))
+    monkeypatch.setattr(offload_activations, "_LEAST_BYTES", 2)
+    small = offload_activations.solve(ask(CHAIN, 10))
     assert figures(small) == (6.0, 4) and len(names(CHAIN, small)) == 6
 
 
@@ -78,7 +85,7 @@ def test_a_larger_stash_keeps_more() -> None:
     ],
 )
 def test_deepspeed_keeps_the_largest_that_there_is_room_for(budget: int, time_s: float, peak: int, floor: str) -> None:
-    result = deepspeed_offload.solve(ask(CHAIN, budget, params=DeepSpeedParams(least_bytes=1)))
+    result = deepspeed_offload.solve(ask(CHAIN, budget))
     assert figures(result) == (time_s, peak)
     assert result.settings["floor"] == floor
 
@@ -99,8 +106,8 @@ def tried_with(saves: str, share: float) -> tuple[Graph, Schedule]:
     graph = three_layers()
     offer = offer_of(graph)
     assert offer is not None
-    candidates = list(sac_and_offload._generate_trials(offer, (share,)))
-    (found,) = (c.schedule for c in candidates if c.settings["saves"] == saves and c.settings.get("level") == 1)
+    wanted = {"saves": saves, "level": 1, "share": share}
+    (found,) = (c.schedule for c in sac_and_offload._generate_trials(offer) if c.settings == wanted)
     return graph, found
 
 
@@ -150,5 +157,5 @@ def test_parts_of_layers_may_stand_among_those_of_others() -> None:
     # f3, of layer 0, is made after layer 1 has ended, at whose end it would go.
     result = sac_and_offload.solve(ask(graph, 10))
     check_by_both_judges(graph, result)
-    for candidate in sac_and_offload._generate_trials(offer_of(graph), (1.0,)):  # type: ignore[arg-type]
+    for candidate in sac_and_offload._generate_trials(offer_of(graph)):  # type: ignore[arg-type]
         simulate(graph, candidate.schedule)

@@ -12,8 +12,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.small import make_training_chain
 from planner.capture.workload.models import build
 from planner.measure.tracing import trace
-from solvers.baselines.deepspeed_offload import DeepSpeedParams
-from solvers.baselines.offload_activations import OffloadActivationsParams
+from solvers.baselines import deepspeed_offload, offload_activations
 from solvers.problem import build_problem
 from solvers.registry import get_solver
 from solvers.result import Reason, Status
@@ -23,19 +22,18 @@ from tests.support.graphs.options import check_by_both_judges, offered, random_s
 from tests.support.solvers.answers import ask
 
 UNLIMITED = 10**15
-# With parameters that suit tensors of a few bytes.
-RIVALS = {
-    "save-on-cpu": None,
-    "offload-activations": OffloadActivationsParams(stash=2, least_bytes=1),
-    "deepspeed-offload": DeepSpeedParams(least_bytes=1),
-    "sac-and-offload": None,
-    "capuchin-swap": None,
-    "delta": None,
-    "auto-perf-maxing": None,
-    "poet": None,
-}
-LARGE = [name for name in RIVALS if name != "poet"]  # take graphs of a hundred ops
 WITHOUT_BUDGET = ("save-on-cpu", "offload-activations")
+# Those that take graphs of a hundred ops.
+LARGE = (*WITHOUT_BUDGET, "deepspeed-offload", "sac-and-offload", "capuchin-swap", "delta", "auto-perf-maxing")
+RIVALS = (*LARGE, "poet")
+
+
+@pytest.fixture(autouse=True)
+def tensors_of_a_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules that suit them."""
+    monkeypatch.setattr(offload_activations, "_STASH", 2)
+    for rules in (offload_activations, deepspeed_offload):
+        monkeypatch.setattr(rules, "_LEAST_BYTES", 1)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +46,7 @@ def test_schedules_with_offload_pass_both_judges(name: str) -> None:
         graph, program = offered(seed), random_step(seed)
         peak = simulate(program, keep_everything(program)).peak_bytes
         for budget in (UNLIMITED, peak, int(0.8 * peak)):
-            result = get_solver(name)(ask(graph, budget, params=RIVALS[name]))
+            result = get_solver(name)(ask(graph, budget))
             assert result.status in {Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT}
             if result.schedule is not None:
                 check_by_both_judges(graph, result)
@@ -73,7 +71,7 @@ def test_no_baseline_is_faster_than_the_bound(name: str, wanted: int) -> None:
         graph, program = offered(seed, most_ops=8), random_step(seed, most_ops=8)
         peak = simulate(program, keep_everything(program)).peak_bytes
         budget = UNLIMITED if name in WITHOUT_BUDGET else int(0.85 * peak)
-        result = get_solver(name)(ask(graph, budget, params=RIVALS[name]))
+        result = get_solver(name)(ask(graph, budget))
         if result.peak_bytes is None or result.time_s is None:
             continue
         exact = solve_exactly(ask(graph, result.peak_bytes, time_limit_s=3))
@@ -88,7 +86,7 @@ def test_a_transformer_takes_less_memory(name: str) -> None:
     program = build_problem(graph, 1).graph
     kept = simulate(program, keep_everything(program)).peak_bytes
     budget = kept if name in WITHOUT_BUDGET else int(0.85 * kept)
-    result = get_solver(name)(ask(graph, budget, params=RIVALS[name]))
+    result = get_solver(name)(ask(graph, budget))
     assert result.schedule is not None and result.peak_bytes is not None and result.time_s is not None
     assert result.peak_bytes < kept and result.time_s >= program.time_s
     simulation = simulate(graph, result.schedule)
@@ -118,7 +116,7 @@ def test_baselines_on_a_captured_gpt_respect_the_bound(name: str, captured: Grap
     peak = peak_bytes(remove_offload(captured)[0])
     found = 0
     for share, bound_s in bounds.items():
-        result = get_solver(name)(ask(captured, int(share * peak), params=RIVALS[name]))
+        result = get_solver(name)(ask(captured, int(share * peak)))
         if result.schedule is None or result.time_s is None:
             assert result.reason is Reason.MEMORY
             continue
@@ -139,5 +137,5 @@ def test_graph_without_transfers_is_inapplicable(name: str) -> None:
 @pytest.mark.parametrize("name", RIVALS)
 def test_too_small_budget_is_reported_as_memory_limit(name: str) -> None:
     graph = small_gpt() if name in LARGE else with_trips(make_training_chain(5))
-    result = get_solver(name)(ask(graph, graph.static_bytes + 2, params=RIVALS[name]))
+    result = get_solver(name)(ask(graph, graph.static_bytes + 2))
     assert (result.status, result.reason) == (Status.LIMIT, Reason.MEMORY)

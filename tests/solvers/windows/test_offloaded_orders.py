@@ -20,7 +20,7 @@ from solvers.windows.decoding.decode import try_out
 from solvers.windows.strategies.offloaded_orders import find_least_offloaded, generate_offloaded_orders
 from tests.support.graphs.options import offered, with_trips
 from tests.support.solvers.answers import ask
-from tests.support.solvers.brute_force_transfers import fastest_with_copies
+from tests.support.solvers.brute_force_transfers import fastest_with_transfers
 
 
 def once_each(made: int = 4, size: int = 10) -> Graph:
@@ -75,7 +75,7 @@ def test_least_offloaded_budget_is_bracketed() -> None:
         assert proved <= found
         try:
             if proved > 1:
-                assert fastest_with_copies(graph, proved - 1, most=20_000) is None, seed
+                assert fastest_with_transfers(graph, proved - 1, most=20_000) is None, seed
         except TimeoutError:
             continue
         exact += proved == found

@@ -1,47 +1,51 @@
-"""The optimum of small graphs with transfers to the host, by trying everything on three streams."""
+"""The optimum of small graphs with transfers, copies to the host and collectives, by trying everything on all streams."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
-from graphs.ir import Graph
-from graphs.options.offload import remove_offload
+from graphs.ir import Graph, Op
+from graphs.pools import COLLECTIVES, COMPUTE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
 from graphs.schedule import Compute, Free, Schedule, Step
 from tests.support.solvers.best_first import find_fastest
 from tests.support.solvers.brute_force import BEGINNING, Progress, executions, promises, ways_to_overwrite
 
 Times = tuple[tuple[int, float], ...]  # tensor and time, in ascending order
+STREAMS = (COMPUTE, COLLECTIVES, DEVICE_TO_HOST, HOST_TO_DEVICE)
 
 
 @dataclass(frozen=True)
 class State:
-    """What has been issued: how far the program is, tensors on the device and on the host, and the clocks.
+    """What has been issued.
 
     Attributes:
-        freed: last tensor freed on the device (`host`: there), -1 after an op: frees are in ascending order, before an op
-            that takes memory.
-        clocks: compute, out, in.
-        ready: when tensors on the device are made or have come in; left: when the copy-out that reads them ends.
-        stored: when tensors on the host have come; back: when the copy-in that reads them ends.
-        lent: tensors on the device that have been copied out since they came there.
+        progress: how far the program is, without gathers.
+        gathered: gathers that have been issued for the first time.
+        live: tensors on the device and on the host.
+        freed: last tensor freed, by pool, -1 after an op: frees are in ascending order, before an op that takes memory there.
+        clocks: of the streams.
+        ready: when tensors are made or have come; busy: when the channels' last use of them ends.
+        lent: transfers whose workspaces are still in memory; read: tensors that a channel has read since they came there.
     """
 
     progress: Progress = BEGINNING
+    gathered: int = 0
     live: frozenset[int] = frozenset()
-    host: frozenset[int] = frozenset()
-    freed: int = -1
-    host_freed: int = -1
-    clocks: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    freed: tuple[int, int] = (-1, -1)
+    clocks: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     ready: Times = ()
-    left: Times = ()
-    stored: Times = ()
-    back: Times = ()
+    busy: Times = ()
     lent: frozenset[int] = frozenset()
+    read: frozenset[int] = frozenset()
 
 
-def fastest_with_copies(graph: Graph, budget_bytes: int, most: int = 400_000) -> tuple[float, Schedule] | None:
-    """Time and steps of the fastest of all schedules with first executions in program order; None if none fits.
+def fastest_with_transfers(graph: Graph, budget_bytes: int, most: int = 200_000) -> tuple[float, Schedule] | None:
+    """Time and steps of the fastest of all schedules; None if none fits.
 
-    With optional ops besides, first executions come in the order of places. Only this is assumed: a tensor is freed when memory
-    or its absence is wanted next, as a wait is no shorter before; and none is copied to where it is.
+    First executions are in program order, with optional ops in the order of places, but for transfers of the program that read
+    static tensors only: these may be issued at any time, for the first time in program order among each other. Only this is
+    assumed: a tensor is freed when memory or its absence is wanted next, as a wait is no shorter before; and none is transferred
+    to where it is.
 
     Raises:
         TimeoutError: more than `most` states.
@@ -51,13 +55,17 @@ def fastest_with_copies(graph: Graph, budget_bytes: int, most: int = 400_000) ->
 
 class _Search:
     def __init__(self, graph: Graph, budget_bytes: int) -> None:
-        self.program, offloads = remove_offload(graph)
-        self.by_tensor = offloads.by_tensor
-        self.host_bytes = next(pool.capacity_bytes for pool in graph.pools if pool.name == "host")
-        self.size = [0 if t.static else t.size_bytes for t in self.program.tensors]
-        self.room = budget_bytes - graph.static_bytes
+        self.graph, pools = graph, {pool.name: pool.capacity_bytes for pool in graph.pools}
+        self.static = {t.id for t in graph.tensors if t.static}
+        self.size = [0 if t.static else t.size_bytes for t in graph.tensors]
+        self.pool = [int(t.pool == HOST) for t in graph.tensors]
+        self.room = (budget_bytes - graph.static_bytes, inf if (host_bytes := pools.get(HOST)) is None else host_bytes)
+        self.owner = (STREAMS.index(COMPUTE), STREAMS.index(DEVICE_TO_HOST))
+        self.gathers = [op.id for op in graph.program if op.is_transfer and self.static.issuperset(op.inputs)]
+        self.overwritten = frozenset(t for op in graph.ops for _, t in op.overwrites)
         # Where an op may stand for others, nothing is said of what is left.
-        times = [op.time_s * (len(self.program.ops) == len(self.program.program)) for op in self.program.program]
+        plain = not any(op.replaces for op in graph.ops)
+        times = [op.time_s * (plain and op.stream == COMPUTE) for op in graph.program]
         self.rest = [sum(times[done:]) for done in range(len(times) + 1)]
 
     def at_least(self, state: State) -> float:
@@ -67,100 +75,88 @@ class _Search:
         return state.progress.done
 
     def is_over(self, state: State) -> bool:
-        return state.progress.done == len(self.program.program) and state.freed < 0 and state.host_freed < 0
+        return self.pass_gathers(state.progress).done == len(self.graph.program) and state.freed == (-1, -1)
 
     def split(self, state: State) -> tuple[object, tuple[float, ...]]:
-        times = [*state.clocks]
-        for table, tensors in (
-            (state.ready, state.live),
-            (state.left, state.live),
-            (state.stored, state.host),
-            (state.back, state.host),
-        ):
-            found = dict(table)
-            times += [found.get(t, 0.0) for t in sorted(tensors)]
-        return (state.progress, state.live, state.host, state.freed, state.host_freed, state.lent), tuple(times)
+        ready, busy = dict(state.ready), dict(state.busy)
+        times = (*state.clocks, *(table.get(t, 0.0) for table in (ready, busy) for t in sorted(state.live)))
+        return (state.progress, state.gathered, state.live, state.freed, state.lent, state.read), times
+
+    def pass_gathers(self, progress: Progress) -> Progress:
+        """Gathers are not waited for in their places."""
+        while progress.done in self.gathers:
+            progress = replace(progress, done=progress.done + 1)
+        return progress
+
+    def executions(self, state: State) -> Iterator[tuple[Op, Progress, int]]:
+        """The ops that may be executed, each with how far the program and its gathers are then."""
+        progress, gathers = self.pass_gathers(state.progress), self.gathers
+        yield from ((op, reached, state.gathered) for op, reached in executions(self.graph, progress) if op.id not in gathers)
+        for place, op_id in enumerate(gathers[: state.gathered + 1]):
+            yield self.graph.ops[op_id], progress, max(state.gathered, place + 1)
 
     def moves(self, state: State) -> list[tuple[tuple[Step, ...], State]]:
-        now, out, back = state.clocks
-        ready, left, stored, came = (dict(table) for table in (state.ready, state.left, state.stored, state.back))
-        used = sum(self.size[t] for t in state.live)
         found: list[tuple[tuple[Step, ...], State]] = [
-            ((), replace(state, progress=reached)) for reached in promises(self.program, state.progress)
+            ((), replace(state, progress=reached)) for reached in promises(self.graph, self.pass_gathers(state.progress))
         ]
-
-        def add(*steps: Step, freed: int = -1, host_freed: int = -1, **changes: object) -> None:
-            after = replace(state, freed=freed, host_freed=host_freed, **changes)  # type: ignore[arg-type]
-            found.append((steps, _canonical(after)))
-
-        if state.host_freed < 0:
-            for t in sorted(state.live):
-                if t > state.freed and t not in self.program.kept:
-                    clock = max(now, ready.get(t, 0.0), left.get(t, 0.0))
-                    add(Free(t), freed=t, live=state.live - {t}, clocks=(clock, out, back))
-            for op, reached in executions(self.program, state.progress):
-                made = set(op.outputs)
-                if any(self.size_known(t) and t not in state.live for t in op.inputs):
-                    continue
-                clock = max([now, *(ready.get(t, 0.0) for t in op.inputs)]) + op.time_s
-                new = dict.fromkeys(made - state.live, clock)
-                for over in ways_to_overwrite(op):
-                    made_bytes = sum(self.size[t] for t in made) - sum(self.size[t] for t in over)
-                    if used + made_bytes + op.workspace_bytes <= self.room and state.lent.isdisjoint(over):
-                        add(
-                            Compute(op.id),
-                            *map(Free, over),
-                            progress=reached,
-                            live=(state.live | made).difference(over),
-                            clocks=(clock, out, back),
-                            ready=tuple({**ready, **new}.items()),
-                            left=tuple((t, s) for t, s in state.left if t not in new),
-                        )
-            for t, transfers in self.by_tensor.items():
-                if t in state.host and t not in state.live and used + self.size[t] <= self.room:
-                    clock = max(back, now, stored.get(t, 0.0)) + transfers.reload_s
-                    add(
-                        Compute(transfers.reload_op),
-                        live=state.live | {t},
-                        clocks=(now, out, clock),
-                        ready=tuple({**ready, t: clock}.items()),
-                        left=tuple((u, s) for u, s in state.left if u != t),
-                        back=tuple({**came, t: max(clock, came.get(t, 0.0))}.items()),
-                    )
-        if state.freed < 0 and state.progress.done < len(self.program.program):
-            taken = sum(self.size[t] for t in state.host)
-            for t in sorted(state.host):
-                if t > state.host_freed and self.host_bytes is not None:
-                    clock = max(out, stored.get(t, 0.0), came.get(t, 0.0))
-                    add(Free(self.by_tensor[t].host_tensor), host_freed=t, host=state.host - {t}, clocks=(now, clock, back))
-            for t, transfers in self.by_tensor.items():
-                full = self.host_bytes is not None and taken + self.size[t] > self.host_bytes
-                if t in state.live and t not in state.host and not full:
-                    clock = max(out, ready.get(t, 0.0)) + transfers.offload_s
-                    add(
-                        Compute(transfers.offload_op),
-                        host=state.host | {t},
-                        clocks=(now, clock, back),
-                        lent=state.lent | {t},
-                        left=tuple({**left, t: clock}.items()),
-                        stored=tuple({**stored, t: clock}.items()),
-                        back=tuple((u, s) for u, s in state.back if u != t),
-                    )
+        found += (((Free(t),), self.free(state, t)) for t in sorted(state.live - self.graph.kept) if self.may_free(state, t))
+        for op, progress, gathered in self.executions(state):
+            pool, made = self.pool[op.outputs[0]] if op.outputs else 0, state.live.intersection(op.outputs)
+            if state.freed[1 - pool] >= 0 or (op.is_transfer and made) or not self.static.union(state.live).issuperset(op.inputs):
+                continue
+            if pool and state.progress.done == len(self.graph.program):
+                continue
+            lent = state.lent
+            if not op.is_transfer:
+                lent = frozenset(one for one in lent if set(self.graph.ops[one].outputs).isdisjoint(op.inputs))
+            held = sum(self.size[t] for t in state.live if self.pool[t] == pool)
+            held += sum(self.graph.ops[one].workspace_bytes for one in lent) * (not pool) + op.workspace_bytes
+            for over in ways_to_overwrite(op):
+                new_bytes = sum(self.size[t] for t in op.outputs) - sum(self.size[t] for t in over)
+                if held + new_bytes <= self.room[pool] and state.read.isdisjoint(over):
+                    after = State(progress, gathered, state.live.union(op.outputs).difference(over), lent=lent)
+                    found.append(((Compute(op.id), *map(Free, over)), self.execute(state, after, op)))
         return found
 
-    def size_known(self, t: int) -> bool:
-        return not self.program.tensors[t].static
+    def may_free(self, state: State, t: int) -> bool:
+        """On the host only if its room is limited, and the program is not over."""
+        pool = self.pool[t]
+        wanted = not pool or (self.room[1] < inf and state.progress.done < len(self.graph.program))
+        return wanted and state.freed[1 - pool] < 0 and t > state.freed[pool]
 
+    def free(self, state: State, t: int) -> State:
+        owner, freed, clocks = self.owner[self.pool[t]], [*state.freed], [*state.clocks]
+        freed[self.pool[t]] = t
+        clocks[owner] = max(clocks[owner], dict(state.ready).get(t, 0.0), dict(state.busy).get(t, 0.0))
+        lent = frozenset(op for op in state.lent if t not in {*self.graph.ops[op].inputs, *self.graph.ops[op].outputs})
+        after = State(state.progress, state.gathered, state.live - {t}, (freed[0], freed[1]), lent=lent)
+        return self.set_times(after, clocks, dict(state.ready), dict(state.busy), state.read)
 
-def _canonical(state: State) -> State:
-    """Without times that cannot matter any more: they are in the past of every stream that would wait for them."""
-    now, out, back = state.clocks
-    return replace(
-        state,
-        clocks=(now, out, max(back, now)),
-        lent=state.lent & state.live,
-        ready=tuple(sorted((t, s) for t, s in state.ready if t in state.live and s > min(now, out))),
-        left=tuple(sorted((t, s) for t, s in state.left if t in state.live and s > now)),
-        stored=tuple(sorted((t, s) for t, s in state.stored if t in state.host and s > now)),
-        back=tuple(sorted((t, s) for t, s in state.back if t in state.host and s > out)),
-    )
+    def execute(self, state: State, after: State, op: Op) -> State:
+        """Return the state `after` an op, with its times."""
+        ready, busy, clocks, stream = dict(state.ready), dict(state.busy), [*state.clocks], STREAMS.index(op.stream)
+        begins = [clocks[stream], *(clocks[self.owner[self.pool[t]]] for t in op.outputs)]  # the owner of memory gives it
+        clocks[stream] = end = max(*begins, 0.0, *(ready.get(t, 0.0) for t in op.inputs)) + op.time_s
+        ready |= {t: end for t in op.outputs if t not in state.live}
+        if not op.is_transfer:
+            return self.set_times(after, clocks, ready, busy, state.read)
+        busy |= {t: max(end, busy.get(t, 0.0)) for t in op.inputs}
+        after = replace(after, lent=after.lent | {op.id}) if op.workspace_bytes else after
+        return self.set_times(after, clocks, ready, busy, state.read | self.overwritten.intersection(op.inputs))
+
+    def set_times(
+        self, state: State, clocks: list[float], ready: dict[int, float], busy: dict[int, float], read: frozenset[int]
+    ) -> State:
+        """Return `state` with times, but for those that are in the past of all that would wait for them."""
+        now, channel, out, back = clocks
+        return State(
+            state.progress,
+            state.gathered,
+            state.live,
+            state.freed,
+            (now, max(now, channel), out, max(now, back)),
+            tuple(sorted((t, s) for t, s in ready.items() if t in state.live and s > min(now, out))),
+            tuple(sorted((t, s) for t, s in busy.items() if t in state.live and s > (now, out)[self.pool[t]])),
+            state.lent,
+            read & state.live,
+        )

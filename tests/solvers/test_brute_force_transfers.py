@@ -1,0 +1,161 @@
+"""The exact solver with transfers, copies to the host and collectives, against all schedules of small graphs on all streams."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from graphs.ir import Graph, Phase
+from graphs.options import remove_options
+from graphs.options.gather import OVERLAP, CollectiveCost, Shard, Unit, insert_units
+from graphs.options.offload import OFFLOAD
+from graphs.options.surroundings import Link, Surroundings
+from graphs.pools import COLLECTIVES
+from graphs.schedule import keep_everything
+from graphs.simulate import simulate
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import draw_graph, draw_options, draw_overwriting
+from solvers.bounds import bound_least_budget
+from solvers.problem import build_problem
+from solvers.windows import solve
+from tests.support.solvers.answers import TOLERANCE, Case, ask, check_answers, check_models
+from tests.support.solvers.brute_force_transfers import fastest_with_transfers
+
+RATES = (1.0, 2.0, 4.0)
+
+
+def draw_units(draw: random.Random, ops: int) -> Graph:
+    """Return a program of `ops` ops that read two units of parameters, one of which may have gradients, with collectives."""
+    draft = Draft()
+    units = [[draft.add_static(f"p{u}.{i}", draw.randint(1, 6)) for i in range(draw.choice((1, 1, 2)))] for u in range(2)]
+    made: list[int] = []
+    for i in range(ops):
+        parameters = units[i % 2] if i < 2 else draw.choice(units)
+        inputs = [*draw.sample(made[-3:], min(len(made), draw.choice((0, 1, 1, 2)))), *draw.sample(parameters, 1)]
+        sizes = [draw.randint(1, 8) for _ in range(draw.choice((1, 1, 2)))]
+        made += draft.add_op(
+            f"op{i}",
+            inputs,
+            sizes,
+            time_s=float(draw.randint(1, 9)),
+            workspace_bytes=draw.choice((0, 0, 3)),
+            phase=Phase.BACKWARD,
+        )
+    graph = draft.build_graph([])
+    read = [[t for t in unit if graph.consumers[t]] for unit in units]
+
+    def describe(u: int, gradients: tuple[int, ...]) -> Unit:
+        cost = CollectiveCost(float(draw.randint(1, 8)), draw.choice((0, 2, 4)))
+        reduction = CollectiveCost(float(draw.randint(1, 6)), draw.choice((0, 2))) if gradients else None
+        return Unit(f"u{u}", tuple(Shard(t, 1, graph.tensors[t].size_bytes) for t in read[u]), cost, gradients, 2, reduction)
+
+    last = graph.ops[-1].outputs[:1] if draw.random() < 0.7 else ()
+    kept = [] if last else [made[-1]]
+    whole = insert_units(graph, [describe(0, last), describe(1, ())], kept).graph
+    return replace(whole, ops=tuple(replace(op, phase=Phase.FORWARD) for op in whole.ops))  # one pass: transfers end with it
+
+
+def draw_link(draw: random.Random) -> Surroundings:
+    host_bytes = draw.choice((None, None, draw.randint(3, 20)))
+    return Surroundings(Link(draw.choice(RATES), draw.choice(RATES), draw.choice((0.0, 0.0, 0.5))), host_bytes)
+
+
+def draw_copies(draw: random.Random) -> Graph:
+    program = draw_graph(draw.randint(0, 10**6), draw.randint(3, 4))
+    if draw.random() < 0.5:
+        program = draw_overwriting(program, draw)
+    return OFFLOAD.add_to(program, draw_link(draw))
+
+
+def draw_copies_and_options(draw: random.Random) -> Graph:
+    graph = draw_options(draw.randint(0, 10**6), draw.randint(2, 4), 2)
+    if draw.random() < 0.5:
+        graph = draw_overwriting(graph, draw)
+    return OFFLOAD.add_to(graph, draw_link(draw))
+
+
+def draw_collectives(draw: random.Random) -> Graph:
+    return OVERLAP.add_to(draw_units(draw, draw.randint(2, 4)), Surroundings())
+
+
+def draw_collectives_and_copies(draw: random.Random) -> Graph:
+    graph = OVERLAP.add_to(draw_units(draw, draw.randint(2, 3)), Surroundings())
+    return OFFLOAD.add_to(graph, Surroundings(Link.even(draw.choice(RATES))))
+
+
+# What is drawn, seeds, and the shares of feasible graphs that are solved as fast, and faster than without optional ops. Of copies
+# alone only few are: something goes to the host and comes back at once, for only then may it be written over.
+KINDS: tuple[tuple[Callable[[random.Random], Graph], range, float, float], ...] = (
+    (draw_copies, range(50, 60), 0.8, 0.0),
+    (draw_copies_and_options, range(10, 16), 0.8, 0.0),
+    (draw_collectives, range(30), 0.9, 0.3),
+    (draw_collectives_and_copies, range(8, 28), 0.9, 0.3),
+)
+SLOW = {
+    draw_copies: [range(first, first + 50) for first in (*range(0, 150, 50), *range(1000, 4000, 50))],
+    draw_copies_and_options: [range(first, first + 100) for first in range(1000, 3000, 100)],
+    draw_collectives: [range(first, first + 50) for first in range(100, 600, 50)],
+    draw_collectives_and_copies: [range(first, first + 50) for first in range(100, 250, 50)],
+}
+
+
+def case(make: Callable[[random.Random], Graph], seed: int) -> Case | None:
+    """None where a graph has too many schedules to try, or nothing to offload."""
+    draw = random.Random(seed)
+    graph = make(draw)
+    if len(graph.pools) > 1 and not build_problem(graph, 1).offloads:
+        return None
+    program = remove_options(graph)
+    least = bound_least_budget(graph).budget_bytes
+    peak = simulate(program, keep_everything(program)).peak_bytes
+    room = max(0, (1.3 if COLLECTIVES in graph.streams else 1.0) * peak - least)
+    budget = max(1, least - (draw.random() < 0.15) + round(room * draw.random() ** 2))
+    try:
+        return Case(seed, graph, budget, fastest_with_transfers(graph, budget, most=100_000))
+    except TimeoutError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("make", "seeds", "met_share", "gained_share"),
+    [
+        *KINDS,
+        *(pytest.param(make, seeds, *rest, marks=pytest.mark.slow) for make, _, *rest in KINDS for seeds in SLOW[make]),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_schedules_and_bounds_with_transfers_agree_with_brute_force(
+    make: Callable[[random.Random], Graph], seeds: range, met_share: float, gained_share: float
+) -> None:
+    found = [one for seed in seeds if (one := case(make, seed)) is not None]
+    assert len(found) > len(seeds) / 3
+    feasible, met, gained = check_answers(found)
+    assert met >= met_share * feasible
+    assert gained > 0 and gained >= gained_share * feasible
+    assert sum(check_models(one, may_fail=True) for one in found) >= 0.4 * len(found)
+
+
+@pytest.mark.slow
+def test_tensors_without_readers_are_not_offloaded() -> None:
+    """A plain graph that is committed to may lack what reads a tensor that may go to the host."""
+    one = case(draw_copies_and_options, 2166)
+    assert one is not None
+    result = solve(ask(one.graph, one.budget_bytes, tolerance=TOLERANCE, time_limit_s=2))
+    assert result.schedule is not None and result.message == ""
+
+
+def test_no_row_makes_the_main_device_wait_for_a_gradient_that_only_a_reduction_lacks() -> None:
+    """Were the first gradient offloaded, it could come back beside the last op, and the reduction would run after that."""
+    draft, cost = Draft(), CollectiveCost(1.0, 0)
+    p = draft.add_static("p", 1)
+    (first,) = draft.add_op("first", [p], [4], time_s=9.0, phase=Phase.BACKWARD)
+    draft.add_op("peek", [first], [1], time_s=6.0, phase=Phase.BACKWARD)
+    (large,) = draft.add_op("large", [], [1], time_s=5.0, workspace_bytes=6, phase=Phase.BACKWARD)
+    (second,) = draft.add_op("second", [large], [1], time_s=1.0, phase=Phase.BACKWARD)
+    (last,) = draft.add_op("last", [large], [1], time_s=9.0, phase=Phase.BACKWARD)
+    unit = Unit("u", (Shard(p, 1, 1),), cost, (first, second), 1, cost)
+    program = OVERLAP.add_to(insert_units(draft.build_graph([]), [unit], [last]).graph, Surroundings())
+    graph = OFFLOAD.add_to(program, Surroundings(Link.even(1.0)))
+    for budget in (10, 12):
+        check_models(Case(budget, graph, budget, fastest_with_transfers(graph, budget)))

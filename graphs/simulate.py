@@ -149,7 +149,7 @@ class _Memory:
         self.now_bytes = self.live_bytes + made_bytes
         if self.works_for and op.stream == self.pool.owner:
             self.now_bytes += op.workspace_bytes
-        elif self.lends and op.workspace_bytes and op.is_transfer and op.stream not in self.owners:
+        elif self.lends and op.workspace_bytes and op.stream not in self.owners:
             self.lent.append(_Lent(frozenset(op.outputs), frozenset((*op.inputs, *op.outputs)), op.workspace_bytes))
             self.live_bytes += op.workspace_bytes
             self.now_bytes += op.workspace_bytes

@@ -3,6 +3,7 @@
 import math
 
 from graphs.ir import Graph, Op, Phase
+from graphs.options.transfers import find_transfers
 from graphs.pools import DEVICE, Pool
 from graphs.schedule import Compute, Free
 
@@ -16,13 +17,11 @@ class Streams:
         computes: for each pool, True if it is the memory of a device that runs ops; the host's is not.
         limits_bytes, static_bytes: capacity (infinite without a limit) and static memory of each pool.
         stream, time_s, inputs, outputs, mutates: of each op; inputs without static tensors.
-        is_transfer: for each op, True if it runs on a channel.
-        lent_bytes: for each transfer its workspace, which the main device gets back when it waits for the transfer.
-        origin: for each transfer the pool of what it reads, -1 for other ops.
+        transfers: those of the graph, by op; `origin`: the pool of what each reads.
         home: for each op the pool that holds its outputs and workspace: all are in one.
         need_bytes: for each op the size of its outputs and workspace.
         overwritable: for each op the inputs that an output may overwrite.
-        in_program: for each op, True if it is not optional; `forward`: those of the forward pass that are executed on devices.
+        forward: the ops of the program's forward pass that are executed on devices.
         pool, sizes, kept: of each tensor; static ones have size 0.
         base: for each tensor, the tensor of the program that it is a copy of, or itself.
         compute, free: the steps that execute each op and free each tensor.
@@ -41,21 +40,19 @@ class Streams:
         self.sizes = [0 if t.static else t.size_bytes for t in tensors]
         self.kept = [t.id in graph.kept for t in tensors]
         self.base = list(range(len(tensors)))
-        for op in ops:
-            if op.is_transfer and self.pool[op.outputs[0]]:  # elsewhere than the program's tensors
-                self.base[op.outputs[0]] = self.base[op.inputs[0]]
+        self.transfers = find_transfers(graph)
+        for op in self.transfers:
+            if self.pool[target := ops[op].outputs[0]]:  # elsewhere than the program's tensors
+                self.base[target] = self.base[ops[op].inputs[0]]
         self.stream = [stream[op.stream] for op in ops]
         self.time_s = [op.time_s for op in ops]
         self.inputs = [tuple(t for t in op.inputs if not tensors[t].static) for op in ops]
         self.outputs = [op.outputs for op in ops]
         self.mutates = [op.mutates for op in ops]
-        self.is_transfer = [op.is_transfer for op in ops]
-        self.lent_bytes = [op.workspace_bytes if op.is_transfer else 0 for op in ops]
-        self.origin = [self.pool[op.inputs[0]] if op.is_transfer else -1 for op in ops]
+        self.origin = {op: self.pool[ops[op].inputs[0]] for op in self.transfers}
         self.home = [self.pool[op.outputs[0]] if op.outputs else self.owner.index(stream[op.stream]) for op in ops]
         self.need_bytes = [sum(self.sizes[t] for t in op.outputs) + op.workspace_bytes for op in ops]
-        self.in_program = [not op.optional for op in ops]
-        self.forward = [op.id for op in graph.program if op.phase is Phase.FORWARD and not op.is_transfer]
+        self.forward = [op.id for op in graph.program if op.phase is Phase.FORWARD and op.id not in self.transfers]
         self.overwritable = [frozenset(t for _, t in op.overwrites) for op in ops]
         self.compute = [Compute(op.id) for op in ops]
         self.free = [Free(t.id) for t in tensors]

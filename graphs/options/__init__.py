@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from graphs.checks import check_plain
 from graphs.ir import Graph, Tensor
+from graphs.options.transfers import find_transfers
 from graphs.pools import COMPUTE, DEVICE
 
 
@@ -23,7 +24,8 @@ def remove_options(graph: Graph) -> Graph:
         if made or t.static:
             count = t.id + 1
         tensors.append(replace(t, producers=made) if made or t.static else replace(t, producers=(), size_bytes=0, pool=DEVICE))
-    ops = tuple(replace(op, stream=COMPUTE) if op.is_transfer else op for op in graph.program)
+    transfers = find_transfers(graph)
+    ops = tuple(replace(op, stream=COMPUTE) if op.id in transfers else op for op in graph.program)
     program = Graph(ops, tuple(tensors[:count]), graph.kept, graph.provenance)
     check_plain(program)
     return program

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from graphs.errors import GraphError
-from graphs.ir import Graph, Kind, Op, Tensor
+from graphs.ir import Graph, Kind, Op
 from graphs.options.option import Feature, GraphOption, Need
 from graphs.options.placement import get_placement_with_options, is_on_devices_alone, is_placed
 from graphs.options.surroundings import Surroundings
-from graphs.options.transfers import OptionBuilder
+from graphs.options.transfers import OptionBuilder, Transfer, find_transfers
 from graphs.pools import DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
 
 # Smaller tensors are not worth a transfer: PCIe needs 20 us, about the overhead of starting it and waiting for it.
@@ -24,20 +24,17 @@ LEAST_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class HostTransfers:
-    """The two transfers that offload and reload a tensor.
+class RoundTrip:
+    """The two transfers that offload and reload a tensor, by way of its copy `host_tensor`."""
 
-    Attributes:
-        host_tensor: its copy on the host.
-        offload_op, reload_op: ids of the two ops.
-        offload_s, reload_s: seconds of each.
-    """
+    out: Transfer
+    back: Transfer
 
-    host_tensor: int
-    offload_op: int
-    reload_op: int
-    offload_s: float
-    reload_s: float
+    @property
+    def host_tensor(self) -> int:
+        """Id of its copy on the host."""
+        (copy,) = self.out.targets
+        return copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class Offloads:
         host_bytes: capacity of the host's pool, None if all of them fit together.
     """
 
-    by_tensor: Mapping[int, HostTransfers]
+    by_tensor: Mapping[int, RoundTrip]
     host_bytes: int | None = None
 
     def __bool__(self) -> bool:
@@ -57,11 +54,14 @@ class Offloads:
 
     def filter(self, may: Callable[[int], bool]) -> "Offloads":
         """Return those of the tensors that `may` be offloaded."""
-        return replace(self, by_tensor={t: transfers for t, transfers in self.by_tensor.items() if may(t)})
+        return replace(self, by_tensor={t: trip for t, trip in self.by_tensor.items() if may(t)})
 
     def slow_down(self, times: float) -> "Offloads":
         """Return the same transfers over links that are `times` as slow."""
-        found = {t: replace(x, offload_s=times * x.offload_s, reload_s=times * x.reload_s) for t, x in self.by_tensor.items()}
+        found = {
+            t: RoundTrip(*(replace(transfer, time_s=times * transfer.time_s) for transfer in (trip.out, trip.back)))
+            for t, trip in self.by_tensor.items()
+        }
         return replace(self, by_tensor=found)
 
 
@@ -83,11 +83,12 @@ def _add_offload(graph: Graph, surroundings: Surroundings) -> Graph:
     those that a channel of the program fills or reads: a gather has its source at hand, and a reduction follows its last
     gradient. Tensors of less than ``LEAST_BYTES`` are offloaded only if there are no larger ones.
     """
-    carried = {t for op in graph.program if op.is_transfer for t in (*op.inputs, *op.outputs)}
+    transfers = find_transfers(graph)
+    carried = {t for transfer in transfers.values() if transfer.must_run for t in (*transfer.sources, *transfer.targets)}
     made = [t for t in graph.tensors if t.size_bytes and not t.static and t.id not in graph.kept and t.held_for is None]
     made = [t for t in made if t.producers[0] < len(graph.program) and t.id not in carried]
     # An op that draws from a state first writes it, and would have to wait for its transfer.
-    made = [t for t in made if t.kind is not Kind.RANDOM_STATE and _is_read(graph, t)]
+    made = [t for t in made if t.kind is not Kind.RANDOM_STATE and not transfers.keys() >= {*graph.consumers[t.id]}]
     large = [t for t in made if t.size_bytes >= LEAST_BYTES]
     builder, link = OptionBuilder(graph), surroundings.link
     assert link is not None  # else the graph is not accepted
@@ -125,21 +126,20 @@ def remove_offload(graph: Graph) -> tuple[Graph, Offloads]:
     host = next((pool for pool in graph.pools if pool.name == HOST), None)
     made = next((t.id for t in graph.tensors if t.pool == HOST), len(graph.tensors))
     rest = next((op.id for op in graph.ops if op.stream == DEVICE_TO_HOST), len(graph.ops))
-    by_tensor: dict[int, HostTransfers] = {}
-    copying = graph.ops[rest:]
-    for out, back in zip(copying[::2], copying[1::2], strict=False):
-        if _offload_and_reload(graph, out, back):
-            by_tensor[out.inputs[0]] = HostTransfers(out.outputs[0], out.id, back.id, out.time_s, back.time_s)
-    only_these = len(copying) == 2 * len(by_tensor) and len(graph.tensors) == made + len(by_tensor)
-    if not only_these or (host is not None and (host.owner != DEVICE_TO_HOST or graph.static_bytes_by_pool[HOST])):
-        raise _make_unknown_ops_error(graph)
+    copying, transfers = graph.ops[rest:], find_transfers(graph)
+    by_tensor = {
+        out.inputs[0]: RoundTrip(transfers[out.id], transfers[back.id])
+        for out, back in zip(copying[::2], copying[1::2], strict=False)
+        if _offload_and_reload(graph, out, back)
+    }
+    known = len(copying) == 2 * len(by_tensor) and len(graph.tensors) == made + len(by_tensor)
+    left = graph
     if host is not None:
+        known = known and host.owner == DEVICE_TO_HOST and not graph.static_bytes_by_pool[HOST]
         tensors = tuple(replace(t, producers=tuple(p for p in t.producers if p < rest)) for t in graph.tensors[:made])
         pools = tuple(pool for pool in graph.pools if pool is not host)
-        left = replace(graph, ops=graph.ops[:rest], tensors=tensors, pools=pools)
-    else:
-        left = graph
-    if not is_on_devices_alone(left):
+        left = replace(graph, ops=graph.ops[:rest], tensors=tensors, pools=pools) if known else graph
+    if not known or not is_on_devices_alone(left):
         raise _make_unknown_ops_error(graph)
     if is_placed(left):
         get_placement_with_options(left)  # raises an error for other ops
@@ -148,11 +148,6 @@ def remove_offload(graph: Graph) -> tuple[Graph, Offloads]:
     total = sum(left.tensors[t].size_bytes for t in by_tensor)
     limited = host.capacity_bytes is not None and total > host.capacity_bytes
     return left, Offloads(MappingProxyType(dict(sorted(by_tensor.items()))), host.capacity_bytes if limited else None)
-
-
-def _is_read(graph: Graph, t: Tensor) -> bool:
-    """Return True if an op other than a transfer reads the tensor."""
-    return any(not graph.ops[op].is_transfer for op in graph.consumers[t.id])
 
 
 def _make_unknown_ops_error(graph: Graph) -> GraphError:

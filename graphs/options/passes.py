@@ -1,7 +1,7 @@
 """Splitting of a schedule into a forward pass, which ends with its results, and a backward pass."""
 
 from graphs.errors import ScheduleError
-from graphs.ir import TANGENT, Graph, Kind, Phase
+from graphs.ir import TANGENT, Graph, Kind, Op, Phase
 from graphs.schedule import Compute, Free, Schedule, Step, find_boundary
 
 _TANGENT = f"{Kind.INPUT}_{TANGENT}"  # the gradient of the loss, as graphs name it
@@ -35,7 +35,7 @@ def split_into_passes(graph: Graph, schedule: Schedule) -> tuple[tuple[Step, ...
     for step in schedule.steps[:cut]:
         if isinstance(step, Compute):
             op = graph.ops[step.op]
-            is_late = op.is_transfer and not tangents.isdisjoint(op.inputs)
+            is_late = not tangents.isdisjoint(op.inputs)
             tangents.update(op.outputs if is_late else ())
             there.update(op.outputs)
         else:
@@ -43,8 +43,8 @@ def split_into_passes(graph: Graph, schedule: Schedule) -> tuple[tuple[Step, ...
             there.discard(step.tensor)
         (late if is_late else forward).append(step)
     copies = [_copy_of(graph, t, there) for t in sorted(results - there)]
-    made = {t for op in copies for t in graph.ops[op].outputs}
-    rest = [step for step in schedule.steps[cut:] if not (isinstance(step, Compute) and _is_copy(graph, step.op, made))]
+    copying = {op.id for early in copies for t in graph.ops[early].outputs for op in _list_copies(graph, t)}
+    rest = [step for step in schedule.steps[cut:] if not (isinstance(step, Compute) and step.op in copying)]
     frees = next((i for i, step in enumerate(rest) if not isinstance(step, Free) or step.tensor in tangents), len(rest))
     return (*forward, *map(Compute, copies), *rest[:frees]), (*late, *rest[frees:])
 
@@ -55,10 +55,7 @@ def _end_of_forward(graph: Graph, schedule: Schedule, results: set[int]) -> int:
     A result that was produced and freed on another device may be recomputed here before the backward pass begins.
     """
     cut, there = find_boundary(graph, schedule), set[int]()
-    places = {
-        t: {t, *(s for op in graph.tensors[t].producers if graph.ops[op].is_transfer for s in graph.ops[op].inputs)}
-        for t in results
-    }
+    places = {t: {t, *(s for op in _list_copies(graph, t) for s in op.inputs)} for t in results}
     for place, step in enumerate(schedule.steps):
         if place >= cut and all(not there.isdisjoint(of_result) for of_result in places.values()):
             return place
@@ -80,11 +77,12 @@ def find_due(graph: Graph) -> dict[int, int]:
 
 def _copy_of(graph: Graph, t: int, there: set[int]) -> int:
     """Return the op that transfers the kept tensor `t` to the main device from a pool that holds it."""
-    for op in graph.tensors[t].producers:
-        if graph.ops[op].is_transfer and there.issuperset(graph.ops[op].inputs):
-            return op
+    for op in _list_copies(graph, t):
+        if there.issuperset(op.inputs):
+            return op.id
     raise ScheduleError(f"at the end of the forward pass {graph.tensors[t].name!r}, which the step returns, is not in memory")
 
 
-def _is_copy(graph: Graph, op: int, made: set[int]) -> bool:
-    return graph.ops[op].is_transfer and not made.isdisjoint(graph.ops[op].outputs)
+def _list_copies(graph: Graph, t: int) -> list[Op]:
+    """Return the transfers that produce tensor `t` from a copy of it."""
+    return [op for op in map(graph.ops.__getitem__, graph.tensors[t].producers) if graph.crosses_pools(op)]

@@ -1,9 +1,61 @@
-"""A builder shared by offload and placement: it adds pools, copies of tensors, and transfers to a graph."""
+"""Transfers: what channels carry in parallel with the computation; and a builder that adds pools, copies and transfers.
 
-from dataclasses import replace
+A reload from the host, a copy to another device, a gather of sharded parameters and a reduction of their gradients are one
+concept. They differ in properties that solvers ask for: a transfer without sources may run at any time, since what it reads is
+static; its targets come together; some have no other producer, so that their first readers wait for the channel too; and one that
+is an op of the program must run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from graphs.ir import Graph, Op, Tensor
 from graphs.pools import TRANSFER, Channel
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """An op on a channel.
+
+    Attributes:
+        op: its id.
+        stream: the channel.
+        time_s: seconds of the channel: by its rate and latency, or measured.
+        sources: the tensors that it reads, without static ones, which are always there.
+        targets: the tensors that it makes; they come together.
+        lent_bytes: memory of the main device, from the issue until the computation waits for the transfer.
+        must_run: True if it is an op of the program; others are executed as a schedule wants.
+    """
+
+    op: int
+    stream: str
+    time_s: float
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    lent_bytes: int = 0
+    must_run: bool = False
+
+    @property
+    def may_be_early(self) -> bool:
+        """True if it may be issued before earlier ops of the program: its sources are always there."""
+        return not self.sources
+
+
+def find_transfers(graph: Graph) -> Mapping[int, Transfer]:
+    """Return the transfers of `graph` by op, those of the program first."""
+    return {
+        op.id: Transfer(
+            op=op.id,
+            stream=op.stream,
+            time_s=op.time_s,
+            sources=tuple(t for t in op.inputs if not graph.tensors[t].static),
+            targets=op.outputs,
+            lent_bytes=op.workspace_bytes,
+            must_run=not op.optional,
+        )
+        for op in graph.ops
+        if op.is_transfer
+    }
 
 
 class OptionBuilder:

@@ -137,7 +137,7 @@ class FractionsProgram:
 
     def _compute_limits(self) -> list[float]:
         """Return the upper bounds of r and o of each layer."""
-        all_s = sum(transfers.offload_s for transfers in self.offer.by_tensor.values())
+        all_s = sum(transfers.out.time_s for transfers in self.offer.by_tensor.values())
         rate = sum(map(self.offer.get_size_bytes, self.offer.by_tensor)) / all_s if all_s else np.inf
         again, away = [], []
         for b, saved in enumerate(self.saved):

@@ -64,7 +64,7 @@ def list_swaps(offer: Offer) -> list[TensorSwap]:
         gaps = [(starts_s[b] - starts_s[a + 1], a, b) for a, b in pairwise(accesses) if b > a + 1]
         if gaps:
             away_s, after, before = max(gaps)
-            swaps.append(TensorSwap(t, after, before, away_s - transfers.offload_s - transfers.reload_s))
+            swaps.append(TensorSwap(t, after, before, away_s - transfers.out.time_s - transfers.back.time_s))
     return sorted(swaps, key=lambda swap: -swap.free_s)
 
 
@@ -92,7 +92,7 @@ class Swapping:
         memory = self._compute_memory_bytes(swaps)
         free_until_s = starts_s[-1]
         for swap in sorted(swaps, key=lambda swap: -swap.before):
-            free_until_s = min(free_until_s, starts_s[swap.before]) - self.offer.by_tensor[swap.tensor].reload_s
+            free_until_s = min(free_until_s, starts_s[swap.before]) - self.offer.by_tensor[swap.tensor].back.time_s
             begin = max(bisect_right(starts_s, free_until_s, hi=len(ops)) - 1, swap.after + 1)
             begin = min(begin, swap.before)
             size = self.offer.get_size_bytes(swap.tensor)

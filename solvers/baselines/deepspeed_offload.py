@@ -79,7 +79,7 @@ class _OffloadPlan:
             begin, passed_s = reader, 0.0
             brought_bytes += offer.get_size_bytes(t)
             while (
-                passed_s < offer.by_tensor[t].reload_s
+                passed_s < offer.by_tensor[t].back.time_s
                 and ops[begin - 1].phase is not Phase.FORWARD
                 and self.memory_bytes[begin - 1] + brought_bytes <= budget_bytes
             ):

@@ -174,8 +174,8 @@ class DeltaRun:
         again = self.again[self.graph.tensors[t].producers[0]]
         swap = self.device.can_send(t)
         if again and swap:
-            transfers = self.offer.by_tensor[t]
-            swap = self._compute_recompute_s(t) >= transfers.reload_s + (0.0 if t in self.device.host else transfers.offload_s)
+            trip = self.offer.by_tensor[t]
+            swap = self._compute_recompute_s(t) >= trip.back.time_s + (0.0 if t in self.device.host else trip.out.time_s)
         if swap:
             self.device.send(t)
         elif again:

@@ -80,10 +80,10 @@ class PoetProgram(StageProgram):
             if (transfers := self.offer.by_tensor.get(x)) is None:
                 continue
             cost = self.power / self.unit_s
-            self.sent[t, x] = self.add_variable("Out", 0, t, x, cost=cost * transfers.offload_s, integer=True)
+            self.sent[t, x] = self.add_variable("Out", 0, t, x, cost=cost * transfers.out.time_s, integer=True)
             if t > self.made_at[x] + 1:
                 self.host[t, x] = self.add_variable("H", 0, t, x, integer=True)
-                self.fetched[t, x] = self.add_variable("In", 0, t, x, cost=cost * transfers.reload_s, integer=True)
+                self.fetched[t, x] = self.add_variable("In", 0, t, x, cost=cost * transfers.back.time_s, integer=True)
                 self.arriving[0, t, x] = [(self.ops, self.fetched[t, x])]
 
     def add_paging(self, t: int) -> None:

@@ -41,7 +41,7 @@ for an op p that produces an input of t: if p and t are executed once, on d and 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -419,11 +419,11 @@ def build_lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
     base = {t: (d, x) for d, place in enumerate(program.placement.places) for x, t in enumerate(place) if t is not None}
     there = {t.id for t in graph.tensors if t.static}
     steps: list[Step] = []
-    executed = list(_iterate_executed(program, values))
+    executed, copies = list(_iterate_executed(program, values)), set(program.placement.copies.values())
     for stage in range(program.ops):
         for turn in program.iterate_turns(stage):
             for where, when, op in executed:
-                if (where, when) == (stage, turn) and not (graph.ops[op].is_transfer and there.issuperset(graph.ops[op].outputs)):
+                if (where, when) == (stage, turn) and not (op in copies and there.issuperset(graph.ops[op].outputs)):
                     steps.append(Compute(op))
                     there.update(graph.ops[op].outputs)
             freed = {t: program.F.get((d, stage, x, turn)) for t in there for d, x in [base[t]]}
@@ -439,11 +439,11 @@ def build_lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
                 gone.append(t)
         steps += map(Free, gone)
         there.difference_update(gone)
-    return Schedule(_remove_unread(graph, steps))
+    return Schedule(_remove_unread(graph, steps, copies))
 
 
-def _remove_unread(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Return `steps` without copies that are never read, and without their frees."""
+def _remove_unread(graph: Graph, steps: Sequence[Step], copies: Collection[int]) -> tuple[Step, ...]:
+    """Return `steps` without `copies` that are never read, and without their frees."""
     wanted = set(graph.kept)
     found: list[Step | None] = []
     freed: dict[int, int] = {}  # positions in `found` of the frees of copies
@@ -455,7 +455,7 @@ def _remove_unread(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...]:
             continue
         op = graph.ops[step.op]
         places = [freed.pop(t) for t in op.outputs if t in freed]
-        if op.is_transfer and wanted.isdisjoint(op.outputs):
+        if step.op in copies and wanted.isdisjoint(op.outputs):
             for place in places:
                 found[place] = None
             continue

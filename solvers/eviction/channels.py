@@ -57,13 +57,13 @@ class Channels:
         left_s = float(self.least_s[use]) - self.begin_s
         # The price is for the channel in any case; the rest is how long the computation would wait. A copy on the host stays
         # valid, so that only the first eviction pays for the way out.
-        cost_s = price * transfers.reload_s + max(0.0, transfers.reload_s - max(0.0, left_s))
+        cost_s = price * transfers.back.time_s + max(0.0, transfers.back.time_s - max(0.0, left_s))
         if t not in self.sent:
-            cost_s += price * transfers.offload_s + max(0.0, self._compute_out_s(t) - self.now_s)
+            cost_s += price * transfers.out.time_s + max(0.0, self._compute_out_s(t) - self.now_s)
         return cost_s
 
     def _compute_out_s(self, t: int) -> float:
-        return max(self.out_s, self.made_s[t]) + self.offloads[t].offload_s
+        return max(self.out_s, self.made_s[t]) + self.offloads[t].out.time_s
 
     def offload(self, t: int, use: int) -> None:
         """Offload `t`, which op `use` reads next."""
@@ -72,17 +72,17 @@ class Channels:
             self.now_s = max(self.now_s, self.out_s)
             self.sent.add(t)
         self.away[t] = use
-        self.slack_s[use:] -= self.offloads[t].reload_s
+        self.slack_s[use:] -= self.offloads[t].back.time_s
         self.least_s = None
 
     def reload(self, t: int) -> None:
         """Reload `t` for the next execution."""
         self._forget(t)
-        self.in_s += self.offloads[t].reload_s
+        self.in_s += self.offloads[t].back.time_s
         self.now_s = max(self.now_s, self.in_s)
 
     def _forget(self, t: int) -> None:
-        self.slack_s[self.away.pop(t) :] += self.offloads[t].reload_s
+        self.slack_s[self.away.pop(t) :] += self.offloads[t].back.time_s
         self.least_s = None
 
 

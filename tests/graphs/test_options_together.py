@@ -75,7 +75,7 @@ def test_each_option_can_be_removed() -> None:
         rest, offloads = remove_offload(whole)
         assert rest == both and offloads
         assert offloads.host_bytes is None or offloads.host_bytes == 1000
-        assert all(whole.ops[transfers.offload_op].inputs == (t,) for t, transfers in offloads.by_tensor.items())
+        assert all(whole.ops[transfers.out.op].inputs == (t,) for t, transfers in offloads.by_tensor.items())
         assert remove_offload(both) == (both, NO_OFFLOADS)
         assert remove_placement(whole) == OFFLOAD.add_to(graph, known)
         assert remove_placement(both) == graph

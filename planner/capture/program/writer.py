@@ -20,6 +20,7 @@ from torch import fx
 from graphs.errors import GraphError, ScheduleError
 from graphs.ir import Graph, Op
 from graphs.options.placement import is_between_devices
+from graphs.options.transfers import find_transfers
 from graphs.overwriting import Overwriting, Pairs
 from graphs.pools import DEVICE, HOST, Pool
 from graphs.schedule import Compute, Free, Step
@@ -96,7 +97,7 @@ class PassWriter:
         self._is_after_forward = False
         self._pool = graph.pools[0] if pool is None else pool
         self._here = {self._pool.name, HOST} if self._pool.name == DEVICE else {self._pool.name}
-        self._has_transfers = any(op.is_transfer for op in graph.ops)
+        self._carried = find_transfers(graph)
         # Transfers that were issued and not waited for yet, by the tensor that they make or read on this device.
         self._making: dict[int, _Issued] = {}
         self._reading: dict[int, list[_Issued]] = {}
@@ -122,7 +123,7 @@ class PassWriter:
         Transfers between devices end with the pass, and those to and from the host may be under way.
         """
         self.builder, self.streams = builder, []
-        if self._has_transfers:
+        if self._carried:
             self._transfers = builder.add_parameter("transfers")
         steps = tuple(steps)
         for place, step in enumerate(steps):
@@ -137,7 +138,7 @@ class PassWriter:
     def _write(self, step: Step, over: Pairs) -> None:
         """Write one step; `over` has the in-place writes of its op."""
         match step:
-            case Compute(op) if self.graph.ops[op].is_transfer:
+            case Compute(op) if op in self._carried:
                 if op < len(self.program.calls):
                     self._start(self.graph.ops[op], self.program.calls[op])
                 else:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphs.ir import Graph, Phase
-from graphs.options.offload import HostTransfers, remove_offload
+from graphs.options.offload import RoundTrip, remove_offload
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from solvers.baselines.common.blocks import find_blockings
 from solvers.baselines.common.verdicts import Candidate, answer, build_failure
@@ -31,7 +31,7 @@ class Offer:
 
     whole: Graph
     program: Graph
-    by_tensor: Mapping[int, HostTransfers]
+    by_tensor: Mapping[int, RoundTrip]
     host_bytes: int | None
 
     def get_size_bytes(self, t: int) -> int:
@@ -138,11 +138,11 @@ def schedule_with(offer: Offer, computed: Sequence[int], moves: Moves) -> Schedu
     order: list[int] = []
     stays: dict[int, list[int]] = {}
     for position, op in enumerate(computed):
-        order += [offer.by_tensor[t].reload_op for t in back.get(position, ())]
+        order += [offer.by_tensor[t].back.op for t in back.get(position, ())]
         if position in held:
             stays[len(order)] = held[position]
         order.append(op)
-        order += [offer.by_tensor[t].offload_op for t in out.get(position, ())]
+        order += [offer.by_tensor[t].out.op for t in out.get(position, ())]
     return schedule_of(offer.whole, order, stays)
 
 
@@ -324,15 +324,15 @@ class Device:
                 self.out_s = max(self.out_s, self.host.pop(other), self.read_s.get(other, 0.0))
                 self.host_bytes -= self.offer.get_size_bytes(other)
                 self.steps.append(Free(self.offer.by_tensor[other].host_tensor))
-            self.out_s = self.host[t] = max(self.out_s, self.ready_s[t]) + self.offer.by_tensor[t].offload_s
+            self.out_s = self.host[t] = max(self.out_s, self.ready_s[t]) + self.offer.by_tensor[t].out.time_s
             self.host_bytes += self.offer.get_size_bytes(t)
-            self.steps.append(Compute(self.offer.by_tensor[t].offload_op))
+            self.steps.append(Compute(self.offer.by_tensor[t].out.op))
         self.leaving[t] = max(self.host[t], self.ready_s[t])
 
     def fetch(self, t: int) -> None:
         """Reload tensor `t`, which has a copy on the host and is not in memory."""
         begins_s = max(self.in_s, self.now_s, self.host[t])
-        self.in_s = self.ready_s[t] = self.read_s[t] = begins_s + self.offer.by_tensor[t].reload_s
+        self.in_s = self.ready_s[t] = self.read_s[t] = begins_s + self.offer.by_tensor[t].back.time_s
         self.live.add(t)
         self.memory_bytes += self.offer.get_size_bytes(t)
-        self.steps.append(Compute(self.offer.by_tensor[t].reload_op))
+        self.steps.append(Compute(self.offer.by_tensor[t].back.op))

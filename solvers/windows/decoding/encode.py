@@ -49,7 +49,7 @@ def encode_trial(problem: Problem, discretization: Discretization, trial: Trial)
     recomputed, handed, taken = ([set[int]() for _ in range(len(discretization.ends) + 1)] for _ in range(3))
     twice: set[tuple[int, int]] = set()
     executed = {end: place for place, end in enumerate(trial.ends)}
-    back = {transfers.reload_op: t for t, transfers in problem.offloads.by_tensor.items()}
+    back = {transfers.back.op: t for t, transfers in problem.offloads.by_tensor.items()}
     live: set[int] = set()
     window = 0
     for index, step in enumerate(trial.schedule.steps):

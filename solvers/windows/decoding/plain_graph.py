@@ -152,8 +152,8 @@ class _PlainGraphBuilder:
                 (here,) = self.copies_of[t]
                 out = len(self.ops)
                 on_host = self.add_tensor(whole.tensors[transfers.host_tensor], (out,))
-                self.put(whole.ops[transfers.offload_op], (here,), (on_host,))
-                self.put(whole.ops[transfers.reload_op], (on_host,), (here,))
+                self.put(whole.ops[transfers.out.op], (here,), (on_host,))
+                self.put(whole.ops[transfers.back.op], (on_host,), (here,))
                 self.tensors[here] = replace(self.tensors[here], producers=(*self.tensors[here].producers, out + 1))
         pools = tuple(pool for pool in whole.pools if pool.name in {DEVICE, HOST})
         return Graph(tuple(self.ops), tuple(self.tensors), frozenset(self.kept), whole.provenance, pools)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from graphs.options.transfers import Transfer
 from solvers.problem import Problem
 
 Reloads = frozenset[tuple[int, int]]  # (tensor, position of the execution that it is reloaded for)
@@ -57,7 +58,7 @@ class PlannedTransfer:
     """A transfer of an order.
 
     Attributes:
-        op: its id.
+        carried: the transfer.
         sources: what it reads, without static tensors.
         place: position before which it is issued at the latest.
         index: its position in the order with transfers, -1 for one that was added.
@@ -69,7 +70,7 @@ class PlannedTransfer:
         urgent: True if the memory of a source is needed before its target is read.
     """
 
-    op: int
+    carried: Transfer
     sources: tuple[PoolStay, ...]
     targets: tuple[PoolStay, ...]
     place: int
@@ -80,6 +81,11 @@ class PlannedTransfer:
     early: bool = False
     urgent: bool = False
     issued: bool = False
+
+    @property
+    def op(self) -> int:
+        """Its op."""
+        return self.carried.op
 
     @property
     def turn(self) -> tuple[float, float, int]:
@@ -124,15 +130,15 @@ class TransferPlan:
         devices = [(s, self.clocks_s[s]) for d, s in enumerate(streams.owner) if streams.computes[d]]
         for index, op in enumerate(computed):
             place = len(executed)
-            if streams.is_transfer[op]:
-                self._transfer(op, [last[t] for t in streams.inputs[op]], place, index)
+            if (transfer := streams.transfers.get(op)) is not None:
+                self._transfer(transfer, [last[t] for t in streams.inputs[op]], place, index)
                 continue
             for t in streams.inputs[op] if place in wanted else ():
-                transfers = problem.offloads.by_tensor.get(t)
-                if transfers is not None and t in wanted[place]:
-                    if transfers.host_tensor not in last:
-                        self._transfer(transfers.offload_op, [produced[t]], place, -1)
-                    self._transfer(transfers.reload_op, [last[transfers.host_tensor]], place, -1)
+                trip = problem.offloads.by_tensor.get(t)
+                if trip is not None and t in wanted[place]:
+                    if trip.host_tensor not in last:
+                        self._transfer(trip.out, [produced[t]], place, -1)
+                    self._transfer(trip.back, [last[trip.host_tensor]], place, -1)
             start_s = now_s[stream[op]]
             for t in streams.inputs[op]:
                 stay = last[t]
@@ -156,10 +162,10 @@ class TransferPlan:
         self.written_over: list[list[PoolStay]] = [[] for _ in executed]
         self._plan()
 
-    def _transfer(self, op: int, sources: Sequence[PoolStay], place: int, index: int) -> None:
+    def _transfer(self, carried: Transfer, sources: Sequence[PoolStay], place: int, index: int) -> None:
         ready_s = max((source.ready_s for source in sources), default=0.0)
         targets, follows = list[PoolStay](), list[PlannedTransfer]()
-        for t in self.streams.outputs[op]:
+        for t in carried.targets:
             before, end = self._last.get(t), _END if self.streams.kept[t] else -1
             targets.append(PoolStay(t, place, -1, ready_s, end=end))
             self._last[t] = targets[-1]
@@ -167,7 +173,7 @@ class TransferPlan:
                 targets[-1].after = max(before.copied if before.end < 0 else before.end, before.begin - 1)
                 follows += [] if before.by is None else [before.by]
         self.stays += targets
-        transfer = PlannedTransfer(op, tuple(sources), tuple(targets), place, index, tuple(follows))
+        transfer = PlannedTransfer(carried, tuple(sources), tuple(targets), place, index, tuple(follows))
         self.transfers.append(transfer)
         for target in targets:
             target.by = transfer
@@ -184,13 +190,13 @@ class TransferPlan:
         self._set_due(memory)
         self._plan_late()
         # The position from which the last transfer of the program is issued, of gathers, and of reductions.
-        turn: dict[tuple[int, bool], int] = {}
+        turn: dict[tuple[str, bool], int] = {}
         backward = self._find_backward()
         for transfer in self.transfers:
             begin = max(transfer.begin, *(target.after + 1 for target in transfer.targets))
             begin = max(begin, *(source.begin + (source.by is None) for source in transfer.sources), 0)
-            kind = self.streams.stream[transfer.op], bool(transfer.sources)
-            if self.streams.in_program[transfer.op]:  # in their order, each within its pass
+            kind = transfer.carried.stream, transfer.carried.may_be_early
+            if transfer.carried.must_run:  # in their order, each within its pass
                 begin = max(begin, turn.get(kind, 0), backward if transfer.place >= backward else 0)
             begin = min(begin, transfer.place)
             d, size = self.streams.home[transfer.op], self.streams.need_bytes[transfer.op]
@@ -200,7 +206,7 @@ class TransferPlan:
                     begin += int(full[-1]) + 1
                 memory[d][begin : transfer.place] += size
             transfer.begin = begin
-            if self.streams.in_program[transfer.op]:
+            if transfer.carried.must_run:
                 turn[kind] = begin
             for target in transfer.targets:
                 target.begin = begin
@@ -235,7 +241,7 @@ class TransferPlan:
                 needed = min(self._find_needed(memory, source, read) for source in transfer.sources)
                 transfer.urgent, read = needed < read, needed
             due_s = starts_s[read]
-            if transfer.sources and self.streams.in_program[op]:  # it cannot be done before its place
+            if transfer.sources and transfer.carried.must_run:  # it cannot be done before its place
                 due_s = transfer.ready_s + self.streams.time_s[op]
             transfer.due_s = min(transfer.due_s, due_s)
             for source in transfer.sources:

@@ -214,9 +214,9 @@ class TransferRun:
                 self.ready_s[t] = self.busy_s[t] = end_s
                 self.live[d] += 0 if t in self.refused else streams.sizes[t]
         transfer.issued = True
-        if lent_bytes := streams.lent_bytes[op]:
+        if transfer.carried.lent_bytes:
             self.lending.append(transfer)
-            self.live[0] += lent_bytes
+            self.live[0] += transfer.carried.lent_bytes
         for source in transfer.sources:
             source.unsent = tuple(x for x in source.unsent if x is not transfer)
         for stay in (*transfer.sources, *transfer.targets):
@@ -295,7 +295,7 @@ class TransferRun:
         """Free the workspaces of transfers that the main device waits for."""
         for transfer in waited_for:
             self.lending.remove(transfer)
-            self.live[0] -= self.streams.lent_bytes[transfer.op]
+            self.live[0] -= transfer.carried.lent_bytes
 
     def _free(self, t: int) -> None:
         d = self.streams.pool[t]

@@ -288,12 +288,13 @@ def find_exposed(problem: Problem) -> tuple[list[int], list[int], int]:
 
     An op that takes no time does not count as the first. Transfers count from the first one on that reads an output of the last.
     """
-    moved = [i for i, op in enumerate(problem.places.ids) if problem.streams.is_transfer[op]]
-    computing = sorted(set(range(problem.ops)).difference(moved))
+    transfers = problem.streams.transfers
+    moved = {i: transfers[op] for i, op in enumerate(problem.places.ids) if op in transfers}
+    computing = [i for i in range(problem.ops) if i not in moved]
     first, last = next((i for i in computing if problem.time_s[i]), computing[-1]), computing[-1]
     read = {p for i in computing if i <= first for t in problem.inputs[i] for p in problem.producers[t]}
-    gathers = [i for i in moved if not problem.inputs[i]]
-    awaited = max(read.intersection(gathers), default=-1)
-    sent = [i for i in moved if problem.inputs[i]]
+    early = [i for i, transfer in moved.items() if transfer.may_be_early]
+    awaited = max(read.intersection(early), default=-1)
+    sent = [i for i, transfer in moved.items() if not transfer.may_be_early]
     begin = next((i for i in sent if not set(problem.outputs[last]).isdisjoint(problem.inputs[i])), problem.ops)
-    return [i for i in gathers if i <= awaited], [i for i in sent if i >= begin], last
+    return [i for i in early if i <= awaited], [i for i in sent if i >= begin], last

@@ -21,15 +21,17 @@ class Paths:
         self.ops = [problem.graph.ops[op] for op in self.places.ids]
         self.program = [v for v in range(problem.ops) if not (self.places.optional[v] or self.places.replaces[v])]
         self.copied: dict[tuple[int, int], float] = {}
+        self.transfers = [self.streams.transfers.get(op) for op in self.places.ids]
+        copies = {i for i, transfer in enumerate(self.transfers) if transfer is not None and not transfer.must_run}
         for i, op in enumerate(self.ops):
-            if op.is_transfer and op.optional:
+            if i in copies:
                 key = self.streams.base[op.inputs[0]], self.streams.pool[op.outputs[0]]
                 self.copied[key] = min(self.copied.get(key, np.inf), problem.convert_to_units(problem.get_seconds(i)))
         self.producer: dict[int, int] = {}
         for v in self.program:
             known = set(self.list_with_replacements(v))
             for t in problem.outputs[v]:
-                if all(p in known or (self.ops[p].is_transfer and self.ops[p].optional) for p in problem.producers[t]):
+                if copies.union(known).issuperset(problem.producers[t]):
                     self.producer[t] = v
         self._needed: dict[int, list[int]] = {}
 
@@ -56,8 +58,9 @@ class Paths:
         """
         found: dict[tuple[int, bool], list[int]] = {}
         for c in self.list_alternatives(v):
-            may_be_early = self.ops[c].is_transfer and not self.problem.inputs[c]
-            found.setdefault((self.streams.stream[self.places.ids[c]], may_be_early), []).append(c)
+            transfer = self.transfers[c]
+            is_early = transfer is not None and transfer.may_be_early
+            found.setdefault((self.streams.stream[self.places.ids[c]], is_early), []).append(c)
         return found
 
     def list_computing(self, t: int, device: int | None) -> list[int]:

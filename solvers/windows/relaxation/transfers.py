@@ -134,8 +134,8 @@ class _Channels:
         units = draft.problem.convert_to_units
         sure = draft.problem.places.sure
         self.new = [units(time_s) if sure[v] else 0.0 for v, time_s in enumerate(draft.problem.time_s)]
-        self.out = {t: units(transfers.offload_s) for t, transfers in offloads.by_tensor.items()}
-        self.back = {t: units(transfers.reload_s) for t, transfers in offloads.by_tensor.items()}
+        self.out = {t: units(transfers.out.time_s) for t, transfers in offloads.by_tensor.items()}
+        self.back = {t: units(transfers.back.time_s) for t, transfers in offloads.by_tensor.items()}
         self.most = sum(max(self.out[t], self.back[t]) for t in offloads.by_tensor)  # longest wait in a window
         self.recomputed: list[list[tuple[int, float]]] = [[] for _ in range(draft.windows)]
         for (k, _), column in (*draft.recomputed.items(), *draft.twice.items()):

@@ -59,7 +59,7 @@ class EncodedTrial:
         yield from ((key, model.program.cost[column]) for key, column in model.recomputed.items() if self.start[column] > 0.5)
         for (k, t), column in model.taken.items():
             if self.start[column] > 0.5:
-                yield (k, problem.producer[t]), problem.convert_to_units(problem.offloads.by_tensor[t].reload_s)
+                yield (k, problem.producer[t]), problem.convert_to_units(problem.offloads.by_tensor[t].back.time_s)
 
 
 class RestrictedModel:

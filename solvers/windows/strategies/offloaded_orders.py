@@ -105,7 +105,7 @@ def _rank_tensors(problem: Problem) -> tuple[list[int], list[int]]:
     transfers, ops = problem.offloads.by_tensor, problem.graph.ops
     producer = {t: ops[problem.producer[t]] for t in transfers}
     ranked = sorted(
-        transfers, key=lambda t: (producer[t].recomputable, transfers[t].offload_s / max(_INSTANT_S, producer[t].time_s), t)
+        transfers, key=lambda t: (producer[t].recomputable, transfers[t].out.time_s / max(_INSTANT_S, producer[t].time_s), t)
     )
     return ranked, sorted(ranked, key=lambda t: producer[t].recomputable and producer[t].phase is not Phase.BACKWARD)
 

@@ -188,7 +188,7 @@ def _generate_recomputing(problem: Problem, trial: Trial) -> Iterator[tuple[Sequ
             chain = chains[pair]
             cost_s = 0.0 if chain is None else sum(problem.time_s[op] for op in chain)
             if chain is not None and cost_s < wait_s:
-                ranked.append((cost_s / problem.offloads.by_tensor[stay.tensor].offload_s, pair))
+                ranked.append((cost_s / problem.offloads.by_tensor[stay.tensor].out.time_s, pair))
         for _, pair in sorted(ranked)[:_TENSORS]:
             tried.add(pair)
             chain = chains[pair]

@@ -71,7 +71,7 @@ class DeviceOps:
         self.copies: dict[tuple[int, int, int], int] = {}
         self.producer: dict[int, int] = {}
         for i, op in enumerate(ops):
-            if op.is_transfer:
+            if op.id in streams.transfers:
                 here, there = (streams.pool[t] for t in (op.inputs[0], op.outputs[0]))
                 self.copies[self.inputs[i][0], here, there] = i
             elif op.stream != COMPUTE:

@@ -220,7 +220,7 @@ def test_offload_of_a_reloading_tensor_waits_for_the_reload() -> None:
         steps.append(step)
         made = offered.graph.ops[step.op].outputs if isinstance(step, Compute) else ()
         for t in offloads.by_tensor.keys() & set(made):
-            out, back, host = offloads.by_tensor[t].offload_op, offloads.by_tensor[t].reload_op, offloads.by_tensor[t].host_tensor
+            out, back, host = offloads.by_tensor[t].out.op, offloads.by_tensor[t].back.op, offloads.by_tensor[t].host_tensor
             # Back, and out again into other memory, before anything has read it.
             steps += (Compute(out), Free(t), Compute(back), Free(host), Compute(out), Free(t), Compute(back), Free(host))
     schedule = Schedule(tuple(steps))

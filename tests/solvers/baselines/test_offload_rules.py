@@ -97,7 +97,7 @@ def test_deepspeed_brings_back_early_where_memory_allows() -> None:
     plan = deepspeed_offload._OffloadPlan(offer, [0])
     # f1 is read by g2, two ops into the backward pass: asked for before g3, a second earlier, where 3 bytes are in use.
     tight, roomy = (plan.reload_early(budget_bytes=budget).computed for budget in (3, 4))
-    copy_in = offer.by_tensor[0].reload_op
+    copy_in = offer.by_tensor[0].back.op
     assert tight.index(copy_in) == tight.index(6) - 1
     assert roomy.index(copy_in) == roomy.index(5) - 1
 

@@ -113,7 +113,7 @@ def test_queued_offloads_are_ordered_by_last_read() -> None:
     graph = apply_options(Graph(ops, tensors, frozenset({8})), ("offload",), Surroundings(Link.even(1.0)))
     problem = build_problem(graph, 100)
     found = add_transfers(problem, range(9), {(b, 6), (a, 7), (z, 8)})
-    out = {transfers.offload_op: t for t, transfers in problem.offloads.by_tensor.items()}
+    out = {transfers.out.op: t for t, transfers in problem.offloads.by_tensor.items()}
     assert [out[step.op] for step in found.schedule.steps if isinstance(step, Compute) and step.op in out] == [z, b, a]
 
 

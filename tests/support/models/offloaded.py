@@ -67,13 +67,13 @@ def with_random_copies(offered: Graph, schedule: Schedule, seed: int) -> Schedul
     sent: set[int] = set()  # on the host
 
     def fetch(t: int) -> None:
-        steps.append(Compute(by_tensor[t].reload_op))
+        steps.append(Compute(by_tensor[t].back.op))
         there.add(t)
         if random.random() < 0.3:
             forget(t)
 
     def send(t: int) -> None:
-        steps.append(Compute(by_tensor[t].offload_op))
+        steps.append(Compute(by_tensor[t].out.op))
         sent.add(t)
 
     def forget(t: int) -> None:

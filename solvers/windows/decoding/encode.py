@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from graphs.schedule import Compute, schedule_of
+from graphs.schedule import Compute, Step, schedule_of
 from solvers.highs.program import Floats
 from solvers.problem import Problem
-from solvers.windows.decoding.decode import Trial, order_of
+from solvers.windows.decoding.decode import Order, Trial, order_of
 from solvers.windows.decoding.expand import Solution
 from solvers.windows.relaxation.discretization import Discretization, Model
 
@@ -16,63 +16,55 @@ def encode_order(
     problem: Problem, discretization: Discretization, computed: Sequence[int], instead: frozenset[int] = frozenset()
 ) -> Solution:
     """Return the values of R, Q, S and z for an order of execution: the inverse of ``expand``."""
+    steps = schedule_of(problem.graph, [problem.places.ids[op] for op in computed]).steps
+    starts = [index for index, step in enumerate(steps) if isinstance(step, Compute)]
     order = order_of(problem, computed, instead=instead, discretization=discretization)
-    recomputed: list[set[int]] = [set() for _ in discretization.ends]
-    handed: list[set[int]] = [set() for _ in range(len(discretization.ends) + 1)]
-    twice: set[tuple[int, int]] = set()
-    live: set[int] = set()
-    position = -1
-    boundaries = range(0)
-    for step in schedule_of(problem.graph, [problem.places.ids[op] for op in computed]).steps:
-        if not isinstance(step, Compute):
-            live.discard(step.tensor)
-            continue
-        for k in boundaries:
-            handed[k] = {t for t in live if not problem.kept[t] or problem.settled[t] >= discretization.start_of(k)}
-        position += 1
-        op, window = computed[position], order.windows[position]
-        live.update(problem.outputs[op])
-        if not order.first[position]:
-            if op in recomputed[window]:
-                twice.add((window, op))
-            recomputed[window].add(op)
-        following = order.windows[position + 1] if position + 1 < len(computed) else window
-        boundaries = range(window + 1, following + 1)
-    return Solution(tuple(map(frozenset, recomputed)), tuple(map(frozenset, handed)), frozenset(twice), instead=instead)
+    return _encode(problem, discretization, order, steps, [*starts[1:], len(steps)])
 
 
 def encode_trial(problem: Problem, discretization: Discretization, trial: Trial) -> Solution:
-    """Return the values of R, Q, S and A for a trial."""
+    """Return the values of R, Q, S, z and A for a trial."""
     if not problem.offloads:
         return encode_order(problem, discretization, trial.order.computed, trial.order.instead)
     order = order_of(problem, trial.order.computed, discretization=discretization)
+    return _encode(problem, discretization, order, trial.schedule.steps, trial.ends)
+
+
+def _encode(
+    problem: Problem, discretization: Discretization, order: Order, steps: Sequence[Step], ends: Sequence[int]
+) -> Solution:
+    """Return the values for the `steps` of an order; `ends`: for each execution the number of steps up to the frees after it."""
     recomputed, handed, taken = ([set[int]() for _ in range(len(discretization.ends) + 1)] for _ in range(3))
     twice: set[tuple[int, int]] = set()
-    executed = {end: place for place, end in enumerate(trial.ends)}
-    back = {transfers.back.op: t for t, transfers in problem.offloads.by_tensor.items()}
+    executed, back = {end: place for place, end in enumerate(ends)}, {x.back.op: t for t, x in problem.offloads.by_tensor.items()}
     live: set[int] = set()
     window = 0
-    for index, step in enumerate(trial.schedule.steps):
+    for index, step in enumerate(steps):
         if not isinstance(step, Compute):
             live.discard(step.tensor)
-        elif step.op in back:
-            live.add(back[step.op])
-            taken[window].add(back[step.op])
-        elif step.op < problem.ops:
-            live.update(problem.outputs[step.op])
-        place = executed.get(index + 1)
-        if place is None:
+        elif (t := back.get(step.op)) is not None:
+            taken[window].add(t)
+            live.add(t)
+        elif step.op < len(problem.graph.ops):  # else it offloads
+            live.update(problem.graph.ops[step.op].outputs)
+        if (place := executed.get(index + 1)) is None:
             continue
         op, window = order.computed[place], order.windows[place]
         if not order.first[place]:
             if op in recomputed[window]:
                 twice.add((window, op))
             recomputed[window].add(op)
-        elif op == discretization.ends[window]:
-            window += 1
-            handed[window] = {t for t in live if not problem.kept[t]}
-    freeze = tuple(map(frozenset, handed))
-    return Solution(tuple(map(frozenset, recomputed[:-1])), freeze, frozenset(twice), tuple(map(frozenset, taken[:-1])))
+        following = order.windows[place + 1] if place + 1 < len(order.computed) else window
+        for k in range(window + 1, following + 1):
+            handed[k] = {t for t in live if not problem.kept[t] or problem.settled[t] >= discretization.start_of(k)}
+        window = following
+    return Solution(
+        tuple(map(frozenset, recomputed[:-1])),
+        tuple(map(frozenset, handed)),
+        frozenset(twice),
+        tuple(map(frozenset, taken[:-1])) if problem.offloads else (),
+        order.instead,
+    )
 
 
 def start_values(model: Model, solution: Solution) -> Floats:

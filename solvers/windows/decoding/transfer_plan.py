@@ -102,6 +102,7 @@ class TransferPlan:
     """The stays of an order, as short as possible, and its transfers.
 
     Attributes:
+        careful: True if gathers leave room for what the program's other transfers need in their places.
         streams: of the problem; `limits_bytes` of its pools are those of the solve.
         executed: the order without transfers.
         index: their positions in the order.
@@ -111,7 +112,8 @@ class TransferPlan:
         clocks_s: for each stream its time before each execution, likewise.
     """
 
-    def __init__(self, problem: Problem, computed: Sequence[int], reloads: Reloads) -> None:
+    def __init__(self, problem: Problem, computed: Sequence[int], reloads: Reloads, *, careful: bool = False) -> None:
+        self.careful = careful
         self.streams = streams = problem.streams
         self.limits_bytes = [problem.budget_bytes, *streams.limits_bytes[1:]]
         self.executed: list[int] = []
@@ -133,9 +135,9 @@ class TransferPlan:
             if (transfer := streams.transfers.get(op)) is not None:
                 self._transfer(transfer, [last[t] for t in streams.inputs[op]], place, index)
                 continue
-            for t in streams.inputs[op] if place in wanted else ():
+            for t in streams.inputs[op] if index in wanted else ():
                 trip = problem.offloads.by_tensor.get(t)
-                if trip is not None and t in wanted[place]:
+                if trip is not None and t in wanted[index]:
                     if trip.host_tensor not in last:
                         self._transfer(trip.out, [produced[t]], place, -1)
                     self._transfer(trip.back, [last[trip.host_tensor]], place, -1)
@@ -162,6 +164,10 @@ class TransferPlan:
         self.written_over: list[list[PoolStay]] = [[] for _ in executed]
         self._plan()
 
+    def find_index(self, place: int) -> int:
+        """Return the position in the order of the execution at `place`; `place` itself if there is none."""
+        return self.index[place] if 0 <= place < len(self.index) else place
+
     def _transfer(self, carried: Transfer, sources: Sequence[PoolStay], place: int, index: int) -> None:
         ready_s = max((source.ready_s for source in sources), default=0.0)
         targets, follows = list[PoolStay](), list[PlannedTransfer]()
@@ -180,6 +186,8 @@ class TransferPlan:
         for source in sources:
             source.copied = place
             source.unsent = (*source.unsent, transfer)
+            if self.careful and carried.must_run:  # it is not copied away before, but waits for its place
+                source.end = max(source.end, place - 1)
             if source.read < 0:
                 source.read = place
 
@@ -204,6 +212,9 @@ class TransferPlan:
                 full = np.flatnonzero(memory[d][begin : transfer.place] + size > self.limits_bytes[d])
                 if len(full):
                     begin += int(full[-1]) + 1
+                # Until its place it is not waited for, also while others are issued there.
+                issuing = self._issuing[d][transfer.place : transfer.place + 1] + transfer.carried.lent_bytes
+                begin = transfer.place if (issuing > self.limits_bytes[d]).any() else begin
                 memory[d][begin : transfer.place] += size
             transfer.begin = begin
             if transfer.carried.must_run:
@@ -298,4 +309,18 @@ class TransferPlan:
             for stay in written_over:
                 if (d := pool[stay.tensor]) in during:
                     during[d][end] -= sizes[stay.tensor]
-        return {d: np.cumsum(change[d][:n]) + np.array(during[d], dtype=np.int64) + streams.static_bytes[d] for d in limited}
+        before = {d: np.cumsum(change[d][:n]) + streams.static_bytes[d] for d in limited}
+        self._issuing = self._compute_issuing_bytes(before)
+        memory = {d: before[d] + np.array(during[d], dtype=np.int64) for d in limited}
+        return {d: np.maximum(memory[d], self._issuing[d]) for d in limited}
+
+    def _compute_issuing_bytes(self, before: BytesByPool) -> BytesByPool:
+        """Return the memory while the program's transfers are issued in their places, given that `before` each execution."""
+        found = {d: np.zeros_like(memory) for d, memory in before.items()}
+        for transfer in self.transfers:
+            d, place = self.streams.home[transfer.op], transfer.place
+            if self.careful and d in found and transfer.carried.must_run and place < len(self.executed):
+                sources = sum(self.streams.sizes[source.tensor] for source in transfer.sources if source.end < place)
+                taken = before[d][place] + transfer.carried.lent_bytes + sources
+                found[d][place] = max(found[d][place], taken)
+        return found

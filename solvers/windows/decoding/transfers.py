@@ -33,9 +33,17 @@ def add_transfers(problem: Problem, computed: Sequence[int], reloads: Reloads = 
         computed: with transfers between devices, each before its reader.
         reloads: transfers from the host; tensors that the host has no space for are not offloaded.
     """
+    run = _add_transfers(problem, computed, reloads)
+    if max(run.memory_bytes) > problem.budget_bytes and any(transfer.carried.must_run for transfer in run.plan.transfers):
+        careful = _add_transfers(problem, computed, reloads, careful=True)
+        return careful if max(careful.memory_bytes) <= problem.budget_bytes else run
+    return run
+
+
+def _add_transfers(problem: Problem, computed: Sequence[int], reloads: Reloads, *, careful: bool = False) -> "TransferRun":
     for attempt in count():
         most = 2 ** max(0, attempt - _EXACT_ATTEMPTS)
-        run = TransferRun(TransferPlan(problem, computed, reloads), reloads, most)
+        run = TransferRun(TransferPlan(problem, computed, reloads, careful=careful), reloads, most)
         if not run.refused:
             break
         by_tensor = problem.offloads.by_tensor
@@ -237,7 +245,19 @@ class TransferRun:
             owner, ready_s = self.streams.owner[self.streams.home[transfer.op]], [self._compute_ready_s(x) for x in queue]
             free_s = max(self.clock_s[channel], self.clock_s[owner], min(ready_s))
             transfer = min((x for x, at_s in zip(queue, ready_s, strict=True) if at_s <= free_s), key=self._compute_urgency)
+            transfer = self._choose_before(transfer, queue) if self.plan.careful else transfer
         self._require(transfer)
+
+    def _choose_before(self, transfer: PlannedTransfer, queue: Sequence[PlannedTransfer]) -> PlannedTransfer:
+        """Return the first in the order of those that must run, if there is no room for it beside `transfer`; else `transfer`.
+
+        A gather keeps its workspace until it is read, while a reduction can be waited for.
+        """
+        first = min(
+            (x for x in queue if x.carried.must_run and x.index < transfer.index), key=lambda x: x.index, default=transfer
+        )
+        d, needs = self.streams.home[transfer.op], self.streams.need_bytes
+        return first if self.live[d] + needs[first.op] + needs[transfer.op] > self.plan.limits_bytes[d] else transfer
 
     def _compute_ready_s(self, transfer: PlannedTransfer) -> float:
         """Return the time from which the sources are there, inf if one must be transferred first."""

@@ -173,18 +173,18 @@ def recompute_where_it_waits(problem: Problem, trial: Trial, budget_bytes: int, 
 def _generate_recomputing(problem: Problem, trial: Trial) -> Iterator[tuple[Sequence[int], Reloads]]:
     """Yield orders with one transfer less: at the longest waits, the cheapest recomputation per second first."""
     computed, reloads = trial.order.computed, trial.order.reloads
-    stays = TransferPlan(problem, computed, reloads).stays
+    plan = TransferPlan(problem, computed, reloads)
     waits = sorted(((wait_s, place) for place, wait_s in enumerate(trial.waits_s) if wait_s > 0), reverse=True)
     chains: dict[tuple[int, int], list[int] | None] = {}
     tried: set[tuple[int, int]] = set()
     for wait_s, place in waits[:_PLACES]:
         ranked: list[tuple[float, tuple[int, int]]] = []
-        for stay in stays:
-            pair = (stay.tensor, stay.read)
-            if pair not in reloads or stay.after >= place or pair in tried:
+        for stay in plan.stays:
+            pair = (stay.tensor, plan.find_index(stay.read))
+            if pair not in reloads or plan.find_index(stay.after) >= place or pair in tried:
                 continue
             if pair not in chains:
-                chains[pair] = _find_chain(problem, stays, computed, pair, _LONGEST)
+                chains[pair] = _find_chain(problem, plan, stay, computed[: pair[1]], _LONGEST)
             chain = chains[pair]
             cost_s = 0.0 if chain is None else sum(problem.time_s[op] for op in chain)
             if chain is not None and cost_s < wait_s:
@@ -197,14 +197,19 @@ def _generate_recomputing(problem: Problem, trial: Trial) -> Iterator[tuple[Sequ
 
 
 def _find_chain(
-    problem: Problem, stays: Sequence[PoolStay], computed: Sequence[int], pair: tuple[int, int], longest: int
+    problem: Problem, plan: TransferPlan, reloaded: PoolStay, before: Sequence[int], longest: int
 ) -> list[int] | None:
-    """Return the ops that recompute a tensor right before its reload; None if there are too many, or they must not run."""
-    tensor, place = pair
-    there = {stay.tensor for stay in stays if stay.read < place <= stay.end or (stay.read == place and stay.by)} - {tensor}
-    done = max(computed[:place], default=-1) + 1
+    """Return the ops that recompute a tensor right before its reload; None if there are too many, or they must not run.
+
+    Args:
+        before: what is executed before the reader.
+    """
+    place = reloaded.read
+    there = {stay.tensor for stay in plan.stays if stay.read < place <= stay.end or (stay.read == place and stay.by)}
+    there.discard(reloaded.tensor)
+    done = max(before, default=-1) + 1
     chain: set[int] = set()
-    stack = [tensor]
+    stack = [reloaded.tensor]
     while stack:
         t = stack.pop()
         op = problem.producer[t]

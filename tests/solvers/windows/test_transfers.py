@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 
-from graphs.ir import Graph, Op, Tensor
+from graphs.ir import Graph, Op, Phase, Tensor
+from graphs.options.gather import OVERLAP, CollectiveCost, Shard, Unit, insert_units
+from graphs.options.offload import OFFLOAD
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.schedule import Compute
+from graphs.schedule import Compute, keep_everything, schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import draw_graph
 from planner.capture.options import apply_options
+from solvers.bounds import bound_least_budget
 from solvers.clock import WallClock
+from solvers.eviction.engine import find_evicting_order
+from solvers.eviction.rules import RULES, EvictionSettings
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.problem import Problem, build_problem
@@ -126,15 +131,67 @@ def test_hundreds_of_tensors_without_space_on_the_host_take_few_attempts(monkeyp
     graph = apply_options(Graph(ops, tensors, frozenset({2 * count - 1})), ("offload",), Surroundings(Link.even(4.0), 28))
     problem = build_problem(graph, 10**6)
 
-    def plan(*args: Any) -> TransferPlan:
+    def plan(*args: Any, careful: bool) -> TransferPlan:
         attempts.append(args)
-        return TransferPlan(*args)
+        return TransferPlan(*args, careful=careful)
 
     monkeypatch.setattr("solvers.windows.decoding.transfers.TransferPlan", plan)
     found = add_transfers(problem, range(2 * count), {(t, 2 * count - 1 - t) for t in range(count - 1)})
     assert found.fits_elsewhere and len(found.reloads) == 7
     assert len(attempts) < 30
     assert simulate(graph, found.schedule).time_s == pytest.approx(found.time_s)
+
+
+def draw_sharded_step(seed: int, layers: int) -> Graph:
+    """A step whose layers read one parameter each, gathered alone and reduced after its gradient, on one stream."""
+    draw, draft = random.Random(seed), Draft()
+    sizes = [draw.randint(10, 100) for _ in range(layers)]
+    weights = [draft.add_static(f"w{i}", draw.randint(5, 80)) for i in range(layers)]
+    made: list[int] = []
+    for i, size in enumerate(sizes):
+        made += draft.add_op(f"layer{i}", [*made[-1:], weights[i]], [size], time_s=float(draw.randint(1, 5)))
+    gradient, units = made[-1], list[Unit]()
+    for i in reversed(range(layers)):
+        inputs, whole = [*made[max(0, i - 1) : i + 1], weights[i]], draft.tensors[weights[i]].size_bytes
+        inputs += [gradient] if gradient not in inputs else []
+        own, gradient = draft.add_op(f"back{i}", inputs, [whole, sizes[i]], time_s=8.0, phase=Phase.BACKWARD)
+        cost = CollectiveCost(whole / draw.choice((10, 40)), draw.choice((0, whole)))
+        units.append(Unit(f"u{i}", (Shard(weights[i], 1 + whole // 4, whole),), cost, (own,), 1 + whole // 4, cost))
+    return insert_units(draft.build_graph([]), units[::-1], [gradient]).graph
+
+
+def test_orders_that_fit_on_one_stream_fit_with_collectives_in_parallel() -> None:
+    """Gathers are issued early only beside what reductions need in their places."""
+    judged = faster = 0
+    for seed in range(60):
+        program = draw_sharded_step(seed, 4 + seed % 9)
+        graph = OVERLAP.add_to(program, Surroundings())
+        least, most = bound_least_budget(graph).budget_bytes, simulate(program, keep_everything(program)).peak_bytes
+        budget = round(least + random.Random(seed).random() * (most - least))
+        order = find_evicting_order(build_problem(program, budget), RULES[0], EvictionSettings(max_factor=4.0))
+        if order is None or simulate(graph, schedule_of(program, order.computed)).peak_bytes > budget:
+            continue
+        found = add_transfers(build_problem(graph, budget), order.computed)
+        simulation = simulate(graph, found.schedule)
+        assert (simulation.peak_bytes, simulation.time_s) == (max(found.memory_bytes), pytest.approx(found.time_s)), seed
+        assert simulation.peak_bytes <= budget, seed
+        judged += 1
+        faster += found.time_s < sum(program.ops[op].time_s for op in order.computed)
+    assert judged > 40 and faster > 40
+
+
+def test_reloads_are_made_where_they_are_wanted_beside_collectives() -> None:
+    """Positions count the collectives of an order."""
+    for seed in range(5):
+        draw, program = random.Random(seed), draw_sharded_step(seed, 6)
+        graph = OFFLOAD.add_to(OVERLAP.add_to(program, Surroundings()), Surroundings(Link.even(40.0)))
+        problem = build_problem(graph, 10**6)
+        computed = list(range(problem.ops))
+        wanted = some_reloads(draw, problem, computed)
+        found = add_transfers(problem, computed, wanted)
+        reloaded = {trip.back.op: t for t, trip in problem.offloads.by_tensor.items()}
+        made = [reloaded[op] for op in found.schedule.computed if op in reloaded]
+        assert wanted and sorted(made) == sorted(t for t, _ in wanted)
 
 
 def in_order(graph: Graph, wanted: Sequence[str]) -> list[int]:

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Self
 
 from graphs.ir import Graph
-from graphs.options import remove_options
 from graphs.options.placement import remove_placement
 from graphs.options.selection import get_option_name, remove_ops
+from graphs.options.transfers import find_transfers
 from graphs.pools import COMPUTE
 from solvers.windows.decoding.decode import Trial
 from solvers.windows.parts import AFTER, LAST, OwnProcess, Part
@@ -23,7 +23,7 @@ def make_plain_parts(search: Search) -> list[Part]:
     """
     whole = search.problem.whole
     parts = [Part(search, whole.out_of_place(), partial(_take_out_of_place, search))] if whole.writes_over_inputs else []
-    if search.problem.placed and not search.problem.only_offloads:
+    if search.problem.placed:
         parts.append(Part(search, _weigh_transfers(whole), partial(_offer_again, search)))
     if search.problem.offloads:
         parts.append(Part(search, search.problem.graph, search.incumbent.reserve))
@@ -42,17 +42,18 @@ def _offer_again(search: Search, trial: Trial) -> None:
 
 
 def _weigh_transfers(graph: Graph) -> Graph:
-    """Return `graph` on one stream, with the times of its transfers and of other ops weighted by what each sums to.
+    """Return `graph` with its program on one stream, its transfers and other ops weighted by what the times of each sum to.
 
     With q = G / (C + G), where G and C are these sums, times are q g and (1 - q) c. So a transfer costs the less the more of
     them can be in parallel with computation. A schedule takes at least as long as either stream works, so the weighted time of
-    each is a lower bound of its time in parallel.
+    each is a lower bound of its time in parallel. Transfers to the host and back take (1 - q) of their times.
     """
     total_s = graph.time_s or 1.0
     share = 1 - graph.compute_s / total_s
-    weights = (1 - share if op.stream == COMPUTE else share for op in graph.ops)
-    ops = tuple(replace(op, time_s=weight * op.time_s) for op, weight in zip(graph.ops, weights, strict=True))
-    return remove_options(replace(graph, ops=ops))
+    transfers = find_transfers(graph)
+    moved = {op for op, transfer in transfers.items() if transfer.must_run}
+    ops = (replace(op, time_s=(share if op.id in moved else 1 - share) * op.time_s) for op in graph.ops)
+    return replace(graph, ops=tuple(replace(op, stream=COMPUTE) if op.id in moved else op for op in ops))
 
 
 def make_option_parts(search: Search, commitments: Commitments) -> list[Part]:

@@ -7,6 +7,7 @@ from functools import cached_property
 from graphs.ir import Graph
 from graphs.options import remove_options
 from graphs.options.offload import Offloads, remove_offload
+from graphs.options.placement import is_placed
 from graphs.pools import COMPUTE
 from solvers.pass_ends import find_requested_outputs
 from solvers.places import Places, find_circles, find_places
@@ -87,8 +88,13 @@ class Problem:
 
     @property
     def placed(self) -> bool:
-        """True if ops run on other streams, whose times are not those of the main device."""
+        """True if ops run on other streams, of devices or collectives, whose times are not those of the main device."""
         return len(self.graph.streams) > 1
+
+    @property
+    def has_devices(self) -> bool:
+        """True if ops may run on other devices."""
+        return is_placed(self.graph)
 
     @property
     def has_streams(self) -> bool:

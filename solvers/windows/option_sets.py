@@ -114,7 +114,7 @@ class _Kinds:
     def has_devices_and_others(self, search: Search) -> bool:
         """Return True if ops may run on other devices and there are other options, unless some of several are lossy."""
         some = bool(self.exact or self.lossy or search.problem.offloads)
-        return search.problem.placed and some and not self.several_with_lossy
+        return search.problem.has_devices and some and not self.several_with_lossy
 
     @property
     def several_with_lossy(self) -> bool:

@@ -11,6 +11,7 @@ from graphs.options import remove_options
 from graphs.options.gather import OVERLAP, CollectiveCost, Shard, Unit, insert_units
 from graphs.options.offload import OFFLOAD
 from graphs.options.surroundings import Link, Surroundings
+from graphs.options.transfers import OptionBuilder
 from graphs.pools import COLLECTIVES
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
@@ -84,6 +85,16 @@ def draw_collectives_and_copies(draw: random.Random) -> Graph:
     return OFFLOAD.add_to(graph, Surroundings(Link.even(draw.choice(RATES))))
 
 
+def draw_collectives_and_options(draw: random.Random) -> Graph:
+    graph = draw_collectives(draw)
+    replaced = draw.choice([op for op in graph.program if not op.is_transfer])
+    time_s, workspace_bytes = replaced.time_s + draw.randint(-3, 3), draw.choice((0, 0, 2))
+    instead = replace(replaced, name="instead", time_s=max(0.0, time_s), workspace_bytes=workspace_bytes)
+    builder = OptionBuilder(graph)
+    builder.add_op(replace(instead, optional=True, replaces=(replaced.id,)))
+    return builder.build_graph()
+
+
 # What is drawn, seeds, and the shares of feasible graphs that are solved as fast, and faster than without optional ops. Of copies
 # alone only few are: something goes to the host and comes back at once, for only then may it be written over.
 KINDS: tuple[tuple[Callable[[random.Random], Graph], range, float, float], ...] = (
@@ -91,12 +102,14 @@ KINDS: tuple[tuple[Callable[[random.Random], Graph], range, float, float], ...] 
     (draw_copies_and_options, range(10, 16), 0.8, 0.0),
     (draw_collectives, range(30), 0.9, 0.3),
     (draw_collectives_and_copies, range(8, 28), 0.9, 0.3),
+    (draw_collectives_and_options, range(6), 0.9, 0.3),
 )
 SLOW = {
     draw_copies: [range(first, first + 50) for first in (*range(0, 150, 50), *range(1000, 4000, 50))],
     draw_copies_and_options: [range(first, first + 100) for first in range(1000, 3000, 100)],
     draw_collectives: [range(first, first + 50) for first in range(100, 600, 50)],
     draw_collectives_and_copies: [range(first, first + 50) for first in range(100, 250, 50)],
+    draw_collectives_and_options: [range(first, first + 50) for first in range(100, 300, 50)],
 }
 
 

@@ -191,7 +191,7 @@ class Placements(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has other devices."""
-        return problem.placed
+        return problem.has_devices
 
     def step(self, limit: float) -> bool:
         """Vary the placement for about `limit`; return False once several restarts have failed."""

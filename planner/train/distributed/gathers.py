@@ -29,7 +29,7 @@ class _PlacedUnit:
     Attributes:
         gathered: the parameters that the step reads, by the id of their tensors.
         trained: those of them that have a gradient, with its value.
-        parts: the parameters that are gathered together, in the order in which they are read.
+        gathers: each with the tensors that it makes, in the order in which they are read.
     """
 
     def __init__(self, unit: ShardedUnit, captured: Capture, ids: Mapping[str, int]) -> None:
@@ -39,13 +39,13 @@ class _PlacedUnit:
         self.unread = {ids[p.name]: p for p in unit.parameters if not read[ids[p.name]]}
         self.gathered: dict[int, ShardedParameter] = {ids[p.name]: p for p in unit.parameters if read[ids[p.name]]}
         self.trained = {t: gradients[t] for t in self.gathered if t in gradients}
-        self.parts = [self.gathered]
+        self.gathers: list[tuple[tuple[int, ...], Gather]] = []
         trained = [self.gathered[t] for t in self.trained]
         self.reduction = unit.build_reduction(trained) if trained and unit.reduces else None
         self.additions = {p.sum_name: unit.build_addition(p) for p in trained} if unit.adds else {}
 
     def split(self, first_reads: Mapping[int, int], others: Collection[int]) -> None:
-        """Gather parameters apart that are first read before and after another unit is, at one of the ops `others`.
+        """Set the gathers: parameters apart that are first read before and after another unit is, at one of the ops `others`.
 
         An embedding and a head in the root unit, say, are then not in memory together. With both frozen, in a model of six blocks
         at 16 tokens, the least budget fell by a quarter; with both trained it is that of their reduction, and steps near it took
@@ -59,7 +59,8 @@ class _PlacedUnit:
                 parts[-1] += part
             else:
                 parts.append(part)
-        self.parts = [{t: p for t, p in self.gathered.items() if t in part} for part in parts]
+        chosen = [tuple(t for t in self.gathered if t in part) for part in parts]
+        self.gathers = [(part, self.unit.build_gather([self.gathered[t] for t in part])) for part in chosen]
 
     def _count_bytes(self, part: Iterable[int]) -> int:
         packed = (self.gathered[t].packed for t in part)
@@ -75,7 +76,7 @@ class _PlacedUnit:
         reduction, reads = self.reduction, [tuple(read_by(value)) for value in self.trained.values()]
         first = Unit(
             self.unit.name,
-            *self._describe_part(self.parts[0], measure, device),
+            *self._describe_part(*self.gathers[0], measure, device),
             gradients=tuple(dict.fromkeys(t for read in reads for t in read)),
             reduced_bytes=0 if reduction is None else compute_allocated_bytes(reduction.shard_bytes, device),
             reduction=None if reduction is None else measure(reduction),
@@ -84,15 +85,15 @@ class _PlacedUnit:
                 for (name, addition), read in zip(self.additions.items(), reads, strict=bool(self.additions))
             ),
         )
-        others = (self._describe_part(part, measure, device) for part in self.parts[1:])
+        others = (self._describe_part(*part, measure, device) for part in self.gathers[1:])
         return [first, *(Unit(f"{self.unit.name}[{i}]", *part) for i, part in enumerate(others, 1))]
 
     def _describe_part(
-        self, part: Mapping[int, ShardedParameter], measure: Callable[[Collective], CollectiveCost], device: torch.device
+        self, part: Sequence[int], gather: Gather, measure: Callable[[Collective], CollectiveCost], device: torch.device
     ) -> tuple[tuple[Shard, ...], CollectiveCost]:
-        sizes = ((t, p.shard_bytes, self._count_bytes((t,))) for t, p in part.items())
+        sizes = ((t, self.gathered[t].shard_bytes, self._count_bytes((t,))) for t in part)
         shards = (Shard(t, *(compute_allocated_bytes(size, device) for size in both)) for t, *both in sizes)
-        return tuple(shards), measure(self.unit.build_gather(list(part.values())))
+        return tuple(shards), measure(gather)
 
 
 def add_units(captured: Capture, units: Iterable[ShardedUnit], measure: Callable[[Collective], CollectiveCost]) -> Capture:
@@ -145,10 +146,10 @@ def _extend_program(program: Program, units: Sequence[_PlacedUnit], inserted: In
     sources, ops = list(program.sources), inserted.graph.ops
     parts = iter(zip(inserted.gathers, inserted.reductions, inserted.additions, strict=True))
     for unit in units:
-        first, *others = [next(parts) for _ in unit.parts]
-        for (gather, _, _), part in zip((first, *others), unit.parts, strict=True):
-            call = Call(unit.unit.build_gather(list(part.values())), ([Ref(inserted.shards[t]) for t in part],))
-            added[gather] = call_of(call, [(t, (i,)) for i, t in enumerate(part)])
+        first, *others = [next(parts) for _ in unit.gathers]
+        for (op, _, _), (part, gather) in zip((first, *others), unit.gathers, strict=True):
+            call = Call(gather, ([Ref(inserted.shards[t]) for t in part],))
+            added[op] = call_of(call, [(t, (i,)) for i, t in enumerate(part)])
         _, reduction, additions = first
         values = list(unit.trained.values())
         for i, (op, (name, addition)) in enumerate(zip(additions, unit.additions.items(), strict=True)):

@@ -190,7 +190,7 @@ def check_overlap(
     step = train(rank, Net(**(model or {})), partial(shard, **options), batches=batches, settings=settings)
     graph = step._executor.graph
     # Whether copies are worth their time depends on the machine: with the option there are some in most plans, not in all.
-    assert settings is OFFLOAD or DEVICE_TO_HOST not in {graph.ops[op].stream for op in step.plan.schedule.computed}
+    assert settings == OFFLOAD or DEVICE_TO_HOST not in {graph.ops[op].stream for op in step.plan.schedule.computed}
     sent = [op for op in graph.program if op.is_transfer]
     assert len(sent) == 8 and {op.target for op in sent} == {GATHER, REDUCE}
     schedule = Schedule(tuple(x for x in step.plan.schedule.steps if isinstance(x, Compute)))

@@ -67,7 +67,7 @@ class Executor:
         launched: both passes of the schedule.
         code: both passes as they run.
         inputs: the sources of the batch.
-        memory: description of their memory.
+        memory: description of the memory of `code`.
         earlier_gradients: the check of earlier gradients.
         changed_inputs: the tensors that are written between the passes.
         check_writes: True to detect writes to saved tensors that autograd does not see.
@@ -126,10 +126,11 @@ class Executor:
         # In the order in which they begin: what measures a step, its arena, and the rollback of one that fails.
         self._observers: list[tuple[Stage, Code | None]] = []
         self._rollback = Rollback.of(self.graph, self.program, versions_follow=compiled)
-        self.code = self._wrap_in_stages()
+        place, missing = self.devices.places.__getitem__, StateNotMade(self.graph, self.training_step)
+        self.memory = PlannedMemory(self.graph, self.launched.lines, self.program.calls, place, missing)
+        self._wrap_in_stages()
         self._divide_inputs(capture.copied, compiled=compiled)
         self._written_over = find_overwritten_saved(self.graph, schedule)
-        self.memory = self._describe_memory(self.launched)
 
     def _divide_inputs(self, copied: Collection[int], *, compiled: bool) -> None:
         """Divide the inputs that the backward pass reads by how a write to them in between is noticed."""
@@ -145,15 +146,6 @@ class Executor:
         place = {sources[i].tensor: i for i in unwritten}
         self._recomputed_from = [place[t] for t in self.changed_inputs.recomputed_from]
         self._checked = [i for i in unwritten if i not in self._recomputed_from]
-
-    def _describe_memory(self, code: Code) -> PlannedMemory:
-        return PlannedMemory(
-            self.graph,
-            code.lines,
-            self.program.calls,
-            self.devices.places.__getitem__,
-            StateNotMade(self.graph, self.training_step),
-        )
 
     def start_training(self, budget_bytes: int, *, check_writes: bool) -> None:
         """Enable the checks for a training loop, and the counting in it; measurements before are of the step alone."""
@@ -184,8 +176,7 @@ class Executor:
         else:
             self.arena = DeviceArena(shared, plan_arena(self.graph, self.schedule), accumulate=accumulate)
             self.launched = self._compile_passes()
-            self.memory = self._describe_memory(self.launched)
-        self.code = self._wrap_in_stages()
+        self._wrap_in_stages()
 
     def observe(self, observer: Stage, tick: Callable[[int], None] | None = None) -> None:
         """Run the following passes within `observer` too, until ``stop_observing``.
@@ -194,30 +185,33 @@ class Executor:
             tick: called with the id of each op after its execution; on one device only.
         """
         self._observers.insert(0, (observer, None if tick is None else self._compile_passes(tick)))
-        self.code = self._wrap_in_stages()
+        self._wrap_in_stages()
 
     def stop_observing(self, observer: Stage) -> None:
         """Run the following passes without `observer`; nothing if they do already."""
         self._observers = [(other, ticking) for other, ticking in self._observers if other is not observer]
-        self.code = self._wrap_in_stages()
+        self._wrap_in_stages()
 
     def run_recorded(self, forward: Forward, backward: Backward) -> None:
         """Run recordings of both passes in place of the passes and their stages."""
         self._recorded = replace(self.launched, forward=forward, backward=backward, saved=(), returned=())
-        self.code = self._wrap_in_stages()
+        self._wrap_in_stages()
 
     def _compile_passes(self, tick: Callable[[int], None] | None = None) -> Code:
         """Compile both passes of the schedule, with the calls that the arena needs."""
         call_before = self.arena.call_before if isinstance(self.arena, DeviceArena) else None
         return compile_schedule(self.graph, self.program, self.schedule, self.devices, tick=tick, call_before=call_before)
 
-    def _wrap_in_stages(self) -> Code:
-        """Return the passes within all their stages."""
+    def _wrap_in_stages(self) -> None:
+        """Run the following passes within all their stages; errors are described by the lines of these passes."""
         observers = [observer for observer, _ in self._observers]
         if self._recorded is not None:
-            return self._recorded.wrap_in_stages(*observers)
-        launched = next((ticking for _, ticking in self._observers if ticking is not None), self.launched)
-        return launched.wrap_in_stages(*observers, None if self.arena is None else self.arena.build_stage(), self._rollback)
+            self.code = self._recorded.wrap_in_stages(*observers)
+        else:
+            launched = next((ticking for _, ticking in self._observers if ticking is not None), self.launched)
+            arena = None if self.arena is None else self.arena.build_stage()
+            self.code = launched.wrap_in_stages(*observers, arena, self._rollback)
+        self.memory = replace(self.memory, lines=self.code.lines)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run one forward pass on a batch.

@@ -31,7 +31,7 @@ class PlannedMemory:
 
     Attributes:
         graph: the planned graph.
-        lines: lines of its code.
+        lines: lines of the code that runs.
         calls: the calls of each op.
         place: returns the device of a pool, by name.
         missing_bytes: returns the static bytes that are not allocated yet, such as the optimizer's state before its first step.

@@ -18,6 +18,7 @@ from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.program.program import OpCalls
 from planner.capture.trace import capture
+from planner.measure.observation import OpTimer
 from planner.runtime import out_of_memory
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import report_errors
@@ -138,6 +139,15 @@ def test_out_of_memory_error_is_caught_as_memory_and_runtime_error() -> None:
     for kind in (MemoryError, RuntimeError, PlannerError, planner.OutOfMemoryError):
         with pytest.raises(kind, match=r"op 'tanh' \(aten.tanh.default\)"):
             step(*make("tied").batch)
+
+
+@pytest.mark.parametrize("target", ["aten.sub.Tensor", "aten.gelu_backward.default"])
+def test_an_op_that_runs_out_while_ops_are_timed(target: str) -> None:
+    step, _ = failing_step("mutated", target, torch.OutOfMemoryError(CUDA_MESSAGE))
+    OpTimer(step, steps=1)
+    with pytest.raises(OutOfMemoryError) as raised:
+        step(*make("mutated").batch).backward()
+    assert raised.value.op == next(op.name for op in step.graph.ops if op.target == target)
 
 
 @pytest.mark.parametrize(

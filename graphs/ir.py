@@ -116,8 +116,8 @@ class Op:
             after the op, and no other stream has read it since it was produced. Empty for optional ops.
         uses: pairs of a resource name and the amount used if the op is executed at all, counted once. Empty for ops of the
             program.
-        requests: all requests for memory in their order, as recorded on a device, which is what its allocator reserves memory
-            by. Empty if unknown: first the outputs, then one workspace.
+        requests: all requests for memory in their order, as recorded on a device: what its allocator reserves memory by, and what
+            addresses are planned for. Empty if unknown: first the outputs, then one workspace.
         host_s: seconds that the host takes to issue one execution, on devices that run it later; 0 if that is not known, or a
             part of `time_s`.
     """

@@ -142,7 +142,7 @@ class _Profile:
     def _measure_workspaces(self, ops: Sequence[tuple[MeasuredOp, tuple[int, ...]]]) -> dict[int, int]:
         """Return the workspace bytes of each op on the device, measured in the device's thread."""
         if self._place.type == "cpu":
-            record_cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
+            record_cpu_allocations(lambda: None)  # the profiler starts in this thread, or raises
         run = partial(self._run_marked, [measured for measured, _ in ops])
         rises = self._run_there(lambda: measure_segment_peaks(run, self._place))[1::2]
         found: dict[int, int] = {}

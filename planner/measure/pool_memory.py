@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 
@@ -13,7 +12,7 @@ from planner.capture.replay import collect_written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.measure.steps import Isolated, MemoryUse, Step, measure_memory, run_both
-from planner.runtime.allocator import Allocation, measure_memory_rise, record_cpu_allocations
+from planner.runtime.allocator import Allocation, compute_rise, measure_memory_rise, record_cpu_allocations
 from planner.runtime.executor import Executor
 
 
@@ -45,7 +44,7 @@ def measure_other_peaks(captured: Capture, executor: Executor, step: TrainingSte
     """
     devices, found = executor.devices, dict[str, int]()
     if len(devices.pools) > 1:
-        record_cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
+        record_cpu_allocations(lambda: None)  # the profiler starts in this thread, or raises
     isolated = Isolated(executor, step, batch)
     with preserve_training_state(step, batch, written=collect_written_tensors(captured, step, batch)):
         for pool in devices.pools[1:]:
@@ -58,9 +57,9 @@ def measure_other_peaks(captured: Capture, executor: Executor, step: TrainingSte
 def _measure_cpu_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:
     del place
     events: list[Allocation] = []
-    with executor.devices.watch_pool(pool, lambda part: events.extend(record_cpu_allocations(lambda _: part()))):
+    with executor.devices.watch_pool(pool, lambda part: events.extend(record_cpu_allocations(part))):
         run()
-    return max(accumulate((event.size_bytes or 0 for event in events), initial=0))
+    return compute_rise(events)
 
 
 def _measure_cuda_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:

@@ -42,7 +42,17 @@ from planner.measure.unrepeatable_ops import (
     warn_of_unrepeatable_ops,
 )
 from planner.plans.select_attributes import select_attributes
-from planner.runtime.allocator import Mark, measure_cuda_context_bytes, measure_segment_peaks, record_cuda_requests
+from planner.runtime.allocator import (
+    Mark,
+    add_state_requests,
+    collect_requests,
+    compute_rise,
+    find_addresses,
+    measure_cuda_context_bytes,
+    measure_segment_peaks,
+    record_cpu_segments,
+    record_cuda_requests,
+)
 from planner.settings.devices import CONTEXT_BYTES, DEVICES, DeviceSpec, find_device, get_device
 from planner.torch_private.core import FakeTensor, disable_current_modes, no_python_dispatcher, profiler_enabled
 
@@ -351,13 +361,18 @@ class _Profiler:
         if self.device.type == "cpu" and profiler_enabled():
             warn_caller("a profiler is running, so the workspaces of ops cannot be measured: leave a margin")
             return
-        rises = measure_segment_peaks(partial(self._run_marked, ops), self.device)[1::2]
-        for measured, rise in zip(ops, rises, strict=True):
+        places: list[dict[int, int]] = []
+        run = partial(self._run_marked, ops, places)
+        if self.device.type == "cpu":
+            for measured, events, outputs in zip(ops, record_cpu_segments(run)[1::2], places, strict=True):
+                measured.rise_bytes, measured.requests = compute_rise(events), collect_requests(events, outputs)
+            return
+        for measured, rise in zip(ops, measure_segment_peaks(run, self.device)[1::2], strict=True):
             measured.rise_bytes = rise
-            if self.device.type == "cuda":
-                measured.requests = record_cuda_requests(partial(measured.run, *measured.build_arguments()), self.device)
+            measured.requests = record_cuda_requests(partial(measured.run, *measured.build_arguments()), self.device)
 
-    def _run_marked(self, ops: Sequence[MeasuredOp], mark: Mark) -> None:
+    def _run_marked(self, ops: Sequence[MeasuredOp], places: list[dict[int, int]], mark: Mark) -> None:
+        """Run each of `ops` between two marks, and append the addresses of its outputs to `places`."""
         for done, measured in enumerate(ops):
             self._report((1 + done / len(ops)) / 2)
             arguments = measured.build_arguments()
@@ -365,6 +380,7 @@ class _Profiler:
             seconds, host_s, made = time_call(measured.run, arguments, self.device)
             mark()
             measured.time_s, measured.host_s = min(measured.time_s, seconds), min(measured.host_s, host_s)
+            places.append(find_addresses(made))
             del made, arguments
 
     def _model_cost(self, call: IsolatedOp, error: Exception) -> OpCost:
@@ -421,9 +437,9 @@ def _set_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.devi
         # A recomputed random op restores the generator's present state, which passes through a tensor of its own.
         state = capture.program.calls[op.id].random_state
         swap_bytes = 0 if state is None else graph.tensors[state].size_bytes
-        workspace_bytes = max(cost.workspace_bytes, swap_bytes)
-        measured = {"workspace_bytes": workspace_bytes, **select_attributes(cost, "time_s", "host_s", "requests")}
-        ops.append(replace(op, **measured))
+        requests = add_state_requests(cost.requests, swap_bytes) if device.type == "cpu" else cost.requests
+        measured = {"workspace_bytes": max(cost.workspace_bytes, swap_bytes), **select_attributes(cost, "time_s", "host_s")}
+        ops.append(replace(op, requests=requests, **measured))
         for t, spec in zip(op.outputs, cost.outputs, strict=True):
             if graph.tensors[t].producers[0] == op.id:
                 tensors[t] = _set_allocated_size(tensors[t], spec, device)

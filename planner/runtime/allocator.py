@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch.autograd.profiler import profile, record_function
 
 from graphs.requests import WORKSPACE, MemoryRequest
+from planner.torch_private.core import list_profiled
 from planner.torch_private.cuda import is_recording_memory, record_memory
 
 # Called by the measured function where one segment ends and the next begins.
@@ -27,10 +27,11 @@ _MARK = "planner::mark"
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One event of the CPU allocator: bytes allocated (positive) or freed (negative), or a mark (None)."""
+    """One event of an allocator: bytes allocated (positive) or freed (negative), and their address."""
 
     time_ns: int
-    size_bytes: int | None
+    size_bytes: int
+    address: int
 
 
 def _mark() -> None:
@@ -38,17 +39,23 @@ def _mark() -> None:
         pass
 
 
-def record_cpu_allocations(run: Callable[[Mark], object]) -> list[Allocation]:
-    """Return all events of PyTorch's CPU allocator while `run` runs, in order, with the marks that it sets."""
+def record_cpu_segments(run: Callable[[Mark], object]) -> list[list[Allocation]]:
+    """Return all events of PyTorch's CPU allocator while `run` runs, in order: those before the first mark that it sets, ..."""
     with _silence_kineto(), disable_collection(), profile(profile_memory=True, use_kineto=True) as profiler:
         run(_mark)
-    events = []
-    for event in profiler.kineto_results.events():
-        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
-            events.append(Allocation(event.start_ns(), event.nbytes()))
-        elif event.name() == _MARK:
-            events.append(Allocation(event.start_ns(), None))
-    return sorted(events, key=lambda event: event.time_ns)
+    found: list[list[Allocation]] = [[]]
+    for time_ns, name, size_bytes, address in list_profiled(profiler):
+        if name == _MARK:
+            found.append([])
+        elif not name:
+            found[-1].append(Allocation(time_ns, size_bytes, address))
+    return found
+
+
+def record_cpu_allocations(run: Callable[[], object]) -> list[Allocation]:
+    """Return all events of PyTorch's CPU allocator while `run` runs, in order."""
+    (found,) = record_cpu_segments(lambda _: run())
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +83,8 @@ def measure_memory_rise(run: Callable[[], object], device: torch.device) -> Memo
             run()
             torch.cuda.synchronize(device)
             return MemoryRise(get_cuda_peak_bytes(device) - before, get_cuda_bytes(device) - before)
-    events = record_cpu_allocations(lambda _: run())
-    levels = list(accumulate((event.size_bytes or 0 for event in events), initial=0))
+    events = record_cpu_allocations(run)
+    levels = list(accumulate((event.size_bytes for event in events), initial=0))
     seconds = ((event.time_ns - events[0].time_ns) / 1e9 for event in events)
     return MemoryRise(max(levels), levels[-1], tuple(zip(seconds, levels[1:], strict=True)))
 
@@ -151,24 +158,29 @@ def record_cuda_requests(run: Callable[[], Sequence[torch.Tensor | None]], devic
     with disable_collection(), record_memory(device) as trace:
         outputs = run()
         torch.cuda.synchronize(device)
-    places = {value.untyped_storage().data_ptr(): i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor)}
-    return collect_requests(trace, places)
+    signs = {"alloc": 1, "free_completed": -1}
+    events = [Allocation(0, signs[each["action"]] * each["size"], each["addr"]) for each in trace if each["action"] in signs]
+    return collect_requests(events, find_addresses(outputs))
 
 
-def collect_requests(trace: Iterable[Mapping[str, Any]], outputs: Mapping[int, int]) -> tuple[MemoryRequest, ...]:
-    """Return the requests of an op from the recorded actions of the allocator; `outputs` has positions by address.
+def find_addresses(outputs: Iterable[object]) -> dict[int, int]:
+    """Return the positions of those of `outputs` that are tensors, by the addresses of their memory."""
+    return {value.untyped_storage().data_ptr(): i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor)}
+
+
+def collect_requests(events: Iterable[Allocation], outputs: Mapping[int, int]) -> tuple[MemoryRequest, ...]:
+    """Return the requests of an op from the events of the allocator; `outputs` has positions by address.
 
     What stays and is no output belongs to a library, which asks for it once.
     """
     found: list[MemoryRequest | None] = []
     held: dict[int, tuple[int, int]] = {}
-    for entry in trace:
-        address, size_bytes = entry["addr"], entry["size"]
-        if entry["action"] == "alloc":
-            held[address] = len(found), size_bytes
+    for event in events:
+        if event.size_bytes > 0:
+            held[event.address] = len(found), event.size_bytes
             found.append(None)
-        elif entry["action"] == "free_completed" and address in held:
-            place, size_bytes = held.pop(address)
+        elif event.address in held:
+            place, size_bytes = held.pop(event.address)
             found[place] = MemoryRequest(WORKSPACE, size_bytes, len(found))
     for address, (place, _) in held.items():
         if address in outputs:
@@ -181,6 +193,15 @@ def collect_requests(trace: Iterable[Mapping[str, Any]], outputs: Mapping[int, i
     )
 
 
+def add_state_requests(requests: Sequence[MemoryRequest], state_bytes: int) -> tuple[MemoryRequest, ...]:
+    """Return the `requests` of a random op between two for states of its generator, which recomputation saves and restores."""
+    if not state_bytes or not requests:
+        return tuple(requests)
+    later = (each._replace(until=each.until + (each.output == WORKSPACE)) for each in requests)
+    before, after = (MemoryRequest(WORKSPACE, state_bytes, until) for until in (1, len(requests) + 2))
+    return (before, *later, after)
+
+
 def measure_segment_peaks(run: Callable[[Mark], object], device: torch.device) -> list[int]:
     """Return the bytes by which memory rises above its level at the start of each segment of `run`.
 
@@ -189,15 +210,12 @@ def measure_segment_peaks(run: Callable[[Mark], object], device: torch.device) -
     if device.type == "cuda":
         with disable_collection():
             return _measure_cuda_segment_peaks(run, device)
-    peaks, level, peak = [], 0, 0
-    for event in record_cpu_allocations(run):
-        if event.size_bytes is None:
-            peaks.append(peak)
-            level = peak = 0
-        else:
-            level += event.size_bytes
-            peak = max(peak, level)
-    return [*peaks, peak]
+    return [compute_rise(events) for events in record_cpu_segments(run)]
+
+
+def compute_rise(events: Iterable[Allocation]) -> int:
+    """Return the most bytes in use above those before `events`."""
+    return max(accumulate((event.size_bytes for event in events), initial=0))
 
 
 def _measure_cuda_segment_peaks(run: Callable[[Mark], object], device: torch.device) -> list[int]:

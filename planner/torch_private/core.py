@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from torch._C import DispatchKey  # names the kernels of an operator that are removed or added
+from torch._C._profiler import _EventType  # tells allocations from ops
 from torch._dispatch.python import no_python_dispatcher  # ops are timed without the capture's dispatcher
 from torch._guards import detect_fake_mode  # new values in a graph have its fake mode
 from torch._ops import (
@@ -148,6 +149,19 @@ def end_allocations() -> list[int]:
     """Return the bytes that the CPU allocator has allocated (positive) or freed since ``begin_allocations``, in order."""
     events = (event for thread in _disable_event_profiler() for event in thread)
     return [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]  # type: ignore[comparison-overlap]
+
+
+def list_profiled(profiler: Any) -> list[tuple[int, str, int, int]]:
+    """Return the events of a profiler of memory: time in nanoseconds, name, and bytes and address of allocations, "" by name."""
+    found, waiting = [], list(profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag != _EventType.Allocation:
+            found.append((event.start_time_ns, event.name, 0, 0))
+        elif event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, "", event.extra_fields.alloc_size, event.extra_fields.ptr))
+    return sorted(found, key=lambda event: event[0])
 
 
 def list_names_of_parts(value: torch.Tensor) -> list[str]:

@@ -9,13 +9,13 @@ from planner.runtime.allocator import measure_cuda_context_bytes, record_cpu_all
 
 
 def test_earlier_garbage_is_not_recorded() -> None:
-    def leave(_: object) -> None:
+    def leave() -> None:
         cycle: list[object] = [torch.ones(1000)]  # what no profiler has seen come is not seen to go
         cycle.append(cycle)
 
     record_cpu_allocations(leave)
 
-    def run(_: object) -> None:
+    def run() -> None:
         if gc.isenabled():
             gc.collect()  # as it may at any moment
         torch.ones(10)

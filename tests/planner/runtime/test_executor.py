@@ -161,7 +161,7 @@ def test_nothing_is_left_in_memory() -> None:
     for parameter in step.training_step.parameters():
         parameter.grad = None
 
-    def run(_: object) -> None:
+    def run() -> None:
         for _ in range(3):
             step(*batch).backward()
             for parameter in step.training_step.parameters():
@@ -169,7 +169,7 @@ def test_nothing_is_left_in_memory() -> None:
 
     events = record_cpu_allocations(run)
     assert events
-    assert sum(event.size_bytes or 0 for event in events) == 0
+    assert sum(event.size_bytes for event in events) == 0
 
 
 def test_generated_code_follows_the_schedule() -> None:

@@ -41,4 +41,4 @@ def test_states_differ_after_any_draw(draw: Callable[[torch.Generator], torch.Te
 
 def test_saving_and_comparing_takes_no_counted_memory() -> None:
     generator = torch.Generator()
-    assert not record_cpu_allocations(lambda _: RandomState.of(generator) == RandomState.of(generator))
+    assert not record_cpu_allocations(lambda: RandomState.of(generator) == RandomState.of(generator))

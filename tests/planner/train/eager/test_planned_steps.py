@@ -371,7 +371,7 @@ def test_runtime_evictions_equal_those_of_the_replayed_trace(
     model, x = build()
     with rematerialize(other_bytes() + budget, heuristic=name, max_recomputation=100) as session, unit_times(session):
         # While allocations are recorded, they are not measured: a replay knows the memory of kernels from the start.
-        record_cpu_allocations(lambda _: model(x).square().mean().backward())
+        record_cpu_allocations(lambda: model(x).square().mean().backward())
     step = session.plans.longest_step
     replay = OnlineRun(step.graph, session.budget_bytes, make_heuristic(name))
     replayed: list[int] = []

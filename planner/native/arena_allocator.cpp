@@ -28,7 +28,7 @@
 
 namespace {
 
-constexpr int64_t kAhead = 16; // requests that may be skipped where one does not come
+constexpr int64_t kAhead = 16; // places by which a request may come earlier or later than expected
 
 struct Recording {
   std::vector<int64_t> sizes, ends; // ends: requests that came before it was freed; -1 if it was not
@@ -38,6 +38,7 @@ struct Recording {
 struct Slab {
   char* base;
   int64_t size_bytes;
+  int64_t most_bytes; // of its addresses, at which it may grow
   int64_t live = 0; // blocks in use
   bool owned = true;
   int serving = 0; // passes under way; it is idle if there are none
@@ -70,7 +71,9 @@ struct Active {
   Recording* recording = nullptr;
   Slab* slab = nullptr;
   Addresses* addresses = nullptr;
-  int64_t next = 0, end = 0; // requests of the pass
+  int64_t first = 0, end = 0; // requests of the pass
+  int64_t next = 0, ahead = 0; // the first one that may still come, and the one behind the last that has come
+  std::vector<bool> came;
   int64_t unmatched_bytes = 0, occupied_bytes = 0;
 };
 
@@ -99,7 +102,7 @@ char* rounded_up(char* address, int64_t unit) {
 
 void unmap_unused(Slab* slab) {
   if (!slab->owned && slab->live == 0) {
-    munmap(slab->base, slab->size_bytes);
+    munmap(slab->base, slab->most_bytes);
     delete slab;
   }
 }
@@ -258,11 +261,15 @@ struct ArenaAllocator final : c10::Allocator {
   static char* placed(int64_t size_bytes) {
     Active& now = active;
     Addresses* addresses = now.addresses;
-    for (int64_t i = now.next; i < now.end && i < now.next + kAhead; ++i) {
-      if (addresses->sizes[i] != size_bytes) {
+    for (int64_t i = now.next; i < now.end && i < now.ahead + kAhead; ++i) {
+      if (addresses->sizes[i] != size_bytes || now.came[i - now.first]) {
         continue;
       }
-      now.next = i + 1;
+      now.came[i - now.first] = true;
+      now.ahead = std::max(now.ahead, i + 1);
+      while (now.next < now.ahead && (now.came[now.next - now.first] || now.next + kAhead < now.ahead)) {
+        ++now.next;
+      }
       if (addresses->offsets[i] < 0) {
         return nullptr;
       }
@@ -351,17 +358,32 @@ void arena_record(Recording* recording) {
   active.recording = recording;
 }
 
-// Returns null if there is no memory.
-Slab* arena_new_slab(int64_t size_bytes) {
-  void* base = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+// Returns null if there is no memory. Addresses behind `size_bytes` are reserved, and count for no limit of memory.
+Slab* arena_new_slab(int64_t size_bytes, int64_t most_bytes) {
+  void* base = mmap(nullptr, most_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) {
     return nullptr;
   }
-  madvise(base, size_bytes, MADV_HUGEPAGE);
+  if (mprotect(base, size_bytes, PROT_READ | PROT_WRITE) != 0) {
+    munmap(base, most_bytes);
+    return nullptr;
+  }
+  madvise(base, most_bytes, MADV_HUGEPAGE);
   std::lock_guard<std::mutex> guard(mutex);
-  Slab* slab = new Slab{static_cast<char*>(base), size_bytes};
+  Slab* slab = new Slab{static_cast<char*>(base), size_bytes, most_bytes};
   slabs.push_back(slab);
   return slab;
+}
+
+// Returns false if there is no memory, or no address.
+bool arena_grow_slab(Slab* slab, int64_t size_bytes) {
+  std::lock_guard<std::mutex> guard(mutex);
+  char* end = rounded_down(slab->base + slab->size_bytes, kPage);
+  if (size_bytes > slab->most_bytes || mprotect(end, slab->base + size_bytes - end, PROT_READ | PROT_WRITE) != 0) {
+    return false;
+  }
+  slab->size_bytes = size_bytes;
+  return true;
 }
 
 // Gives the pages of a slab back, except for blocks in use, which stay until they are freed.
@@ -429,8 +451,9 @@ bool arena_serve(Slab* slab, Addresses* addresses, int64_t first, int64_t end) {
   }
   active.slab = slab;
   active.addresses = addresses;
-  active.next = first;
+  active.first = active.next = active.ahead = first;
   active.end = end;
+  active.came.assign(end - first, false);
   active.unmatched_bytes = active.occupied_bytes = 0;
   return true;
 }

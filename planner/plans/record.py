@@ -9,7 +9,7 @@ from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.memory.reserved_prediction import Reserved
 from planner.plans.eager import EagerComparison, describe_slower
 from planner.settings.counted_memory import CountedMemory
-from solvers.arena.solve import ARENA_SIZES
+from solvers.arena.solve import ARENA_OFFSETS, ARENA_SIZES
 from solvers.result import OPTIMAL_GAP, SOLVED, Ending, Status, compute_gap, decide_status, get_tolerance
 
 # Why a solve ended with a gap above the tolerance, and what would help.
@@ -183,6 +183,12 @@ class PlanRecord:
             return "no arena yet: no step has run in it, or its C++ library is not compiled"
         why = self.settings.get(NO_ARENA)
         return f"no arena: {why}" if why else ""
+
+    @property
+    def arena_offsets(self) -> tuple[int, ...]:
+        """The offsets of the buffers in an arena on the CPU, in the order of ``ArenaRules.divide_buffers``; empty if unknown."""
+        offsets = self.settings.get(ARENA_OFFSETS, ())
+        return tuple(offsets) if isinstance(offsets, (tuple, list)) else ()
 
     def _step_time(self) -> str:
         """Return the predicted overhead over keeping everything as text, with the measured one over eager PyTorch if known."""

@@ -1,10 +1,10 @@
 """Steps in an arena: the passes of an executor take their memory from one slab, at planned addresses.
 
-The first step is recorded: which memory it asks for, in which order, and when it is freed. Addresses are planned for these
-requests (``solvers.addresses``), and the following steps get them from a slab, which is kept from step to step, and which all
-plans of a model share. The loss and other outputs are outside of it. Gradients are in it, and may stay as long as the caller
-likes: memory in use is never given away (``arena_allocator.cpp``). The optimizer's steps are recorded and served likewise: what
-they free lies beside the gradients, where the step had its activations.
+What a step asks for, in which order, and when it is freed, follows from its plan and the profile of its ops; if that is not
+known, or is not what comes, a step is recorded. Steps get planned addresses (``slab_addresses``) from a slab, which is kept from
+step to step, and which all plans of a model share. The loss and other outputs are outside of it. Gradients are in it, and may
+stay as long as the caller likes: memory in use is never given away (``arena_allocator.cpp``). The optimizer's steps are recorded
+and served likewise: what they free lies beside the gradients, where the step had its activations.
 
 A step that finds tensors of another one in the slab, such as a second forward pass before the backward pass, gets what is
 occupied from the usual allocator.
@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.optim import Optimizer
 
+from graphs.addresses import Offsets
 from graphs.ir import Phase
 from graphs.units import format_bytes
 from planner.memory.release import release_unused, return_blocks_beside_arena
@@ -39,6 +40,7 @@ from planner.runtime.slab_addresses import (
 from planner.torch_private.core import backward_retains_graph
 
 _LOG = logging.getLogger(__name__)
+_SMALL_BYTES = 2**16  # that a step may ask for beside what was planned without being recorded, such as random states
 
 
 class SharedSlab:
@@ -76,7 +78,7 @@ class SharedSlab:
         self.present = None
 
     def provide_slab(self, addresses: Addresses, most_bytes: int) -> Slab:
-        """Return the slab for `addresses`; if the present one is too small, it is dropped first.
+        """Return the slab for `addresses`; if the present one is too small and cannot grow, it is dropped first.
 
         Args:
             addresses: added before.
@@ -85,10 +87,11 @@ class SharedSlab:
         Raises:
             OutOfMemoryError: there is no such memory.
         """
-        if self.present is None or self.present.size_bytes < addresses.height_bytes:
+        size_bytes = max(plan.height_bytes for plan in self._plans)
+        if self.present is None or not self.present.grow(size_bytes):
             self.drop()
             release_unused(torch.device("cpu"))  # what a recorded step has freed
-            self.present = Slab(max(plan.height_bytes for plan in self._plans))
+            self.present = Slab(size_bytes, max(size_bytes, most_bytes))
             return_blocks_beside_arena()
         self.present.keep_within(max(most_bytes, addresses.height_bytes))
         return self.present
@@ -140,21 +143,21 @@ class Arena:
 
     @property
     def size_bytes(self) -> int | None:
-        """The bytes of the slab that the step needs, without the optimizer's; None until one has been recorded."""
+        """The bytes of the slab that the step needs, without the optimizer's; None until it is known."""
         planned = self._plan_alone()
         return None if planned is None else planned.addresses.height_bytes
 
     @property
     def outside_bytes(self) -> int | None:
-        """The most bytes that a step takes outside of the slab at once; None until one has been recorded."""
+        """The most bytes that a step takes outside of the slab at once, with those that missed it; None likewise."""
         planned = self._plan_alone()
-        return None if planned is None else planned.outside_bytes
+        return None if planned is None else planned.outside_bytes + self.missed.unmatched_bytes
 
     @property
     def step_bytes(self) -> int | None:
-        """Bytes that a step takes, with the slab that it needs; None until one has been recorded."""
-        planned = self._plan_alone()
-        return None if planned is None else planned.step_bytes
+        """Bytes that a step takes, with the slab that it needs; None until it is known."""
+        size_bytes, outside_bytes = self.size_bytes, self.outside_bytes
+        return None if size_bytes is None or outside_bytes is None else size_bytes + outside_bytes
 
     @property
     def training_bytes(self) -> int | None:
@@ -169,6 +172,11 @@ class Arena:
             key: the same for all passes that ask for the same memory: those of one plan.
         """
         return ArenaStage(self, key)
+
+    def expect(self, step: RecordedStep, found: Offsets) -> None:
+        """Serve the steps of the one plan at the offsets `found` for `step`, which it predicts; none is recorded."""
+        self._recorded, self._alone = step, plan_slab_addresses(step, found=found)
+        self.shared.add(self._alone.addresses)
 
     def forget(self) -> None:
         """Record the next step, as it runs by another plan."""
@@ -217,8 +225,9 @@ class Arena:
             return self._plan_alone()
         if self._planned is None or self._planned.version != version:
             alone = None if any(step.takes_slab for step in optimizers.values()) else self._plan_alone()
+            found = None if alone is None else alone.found
             self._planned = plan_slab_addresses(
-                self._recorded, optimizers, gradients_stay=not self._accumulate, version=version, alone=alone
+                self._recorded, optimizers, gradients_stay=not self._accumulate, version=version, found=found
             )
             self.shared.add(self._planned.addresses)
             self._warn_of_optimizers(self._planned.step_bytes)
@@ -242,14 +251,14 @@ class Arena:
 
     def _begin(self) -> "RecordedStep | _Started":
         """Return a new step: recorded, or in the slab."""
-        if self.missed.unmatched_bytes and self._recordings < MOST_RECORDINGS:
+        if self.missed.unmatched_bytes > _SMALL_BYTES and self._recordings < MOST_RECORDINGS:
             self._recorded = self._alone = self._planned = None
         self._held, self.missed, self._ended = (), Missed(), None
         self._given.clear()
         planned = self._plan()
         if planned is None:
             self.shared.drop()  # there is not room for both
-            return RecordedStep(Recording())
+            return RecordedStep()
         return _Started(planned, self.shared.provide_slab(planned.addresses, self.budget_bytes - planned.outside_bytes))
 
     def run_backward(self, run_pass: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:

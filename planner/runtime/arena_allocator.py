@@ -106,18 +106,24 @@ class Slab:
         address: address of its first byte.
     """
 
-    def __init__(self, size_bytes: int) -> None:
-        """Take `size_bytes`.
+    def __init__(self, size_bytes: int, most_bytes: int = 0) -> None:
+        """Take `size_bytes`, at addresses behind which it may grow to `most_bytes`.
 
         Raises:
             OutOfMemoryError: there is no such memory.
         """
         self.size_bytes = size_bytes
         self._library = _load_library()
-        self._handle = self._library.arena_new_slab(size_bytes)
+        self._handle = self._library.arena_new_slab(size_bytes, max(size_bytes, most_bytes))
         if not self._handle:
             raise OutOfMemoryError(f"there is no memory for an arena of {format_bytes(size_bytes)}")
         self.address = int(self._library.arena_base(self._handle))
+
+    def grow(self, size_bytes: int) -> bool:
+        """Take more memory behind the present one, up to `size_bytes`; return False if there are no such addresses or memory."""
+        if self.size_bytes < size_bytes and self._library.arena_grow_slab(self._handle, size_bytes):
+            self.size_bytes = size_bytes
+        return self.size_bytes >= size_bytes
 
     def keep_within(self, budget_bytes: int) -> None:
         """Set the bytes that its pages may take, with what is requested beside it while it serves nobody.
@@ -191,7 +197,8 @@ def _load_library() -> ctypes.CDLL:
         "requests": (number, [handle]),
         "read": (None, [handle, handle, handle, handle]),
         "record": (None, [handle]),
-        "new_slab": (handle, [number]),
+        "new_slab": (handle, [number, number]),
+        "grow_slab": (ctypes.c_bool, [handle, number]),
         "drop_slab": (None, [handle]),
         "set_budget": (None, [handle, number]),
         "keep_pages": (None, [ctypes.c_bool]),

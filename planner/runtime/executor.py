@@ -41,6 +41,7 @@ from planner.runtime.earlier_gradients import EarlierGradients
 from planner.runtime.libraries import library_users, warm_up_libraries
 from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
 from planner.runtime.sharding import Unsharded
+from planner.runtime.slab_addresses import predict_step
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.undo import Rollback
 from planner.runtime.unseen_writes import UnseenWrites
@@ -153,7 +154,7 @@ class Executor:
         if isinstance(self.arena, Arena):
             self.arena.budget_bytes = budget_bytes - self.graph.static_bytes
         self.check_writes, self._trains = check_writes, True
-        if self.arena is None or self.arena.size_bytes is None:  # else there is no room between the passes
+        if not isinstance(self.arena, DeviceArena):  # else there is no room between the passes; a slab gives idle pages back
             self.changed_inputs.begin(budget_bytes - self.graph.static_bytes - self._count_kept_bytes())
 
     def _count_kept_bytes(self) -> int:
@@ -161,11 +162,12 @@ class Executor:
         live = live_after(self.graph, self.schedule.steps[: find_boundary(self.graph, self.schedule)])
         return sum(self.graph.tensors[t].size_bytes for t in live if self.graph.tensors[t].pool == DEVICE)
 
-    def use_arena(self, shared: SharedSlab | SharedPool) -> None:
+    def use_arena(self, shared: SharedSlab | SharedPool, offsets: Sequence[int] = ()) -> None:
         """Run the following steps in an arena: ``planner.runtime.arena``, or on CUDA ``planner.runtime.cuda.device_arena``.
 
         Args:
             shared: its memory, shared with other plans of the model.
+            offsets: of the plan (``Plan.arena_offsets``); without them the first step is recorded on the CPU.
 
         Raises:
             PlannerError: its allocator cannot be put in place.
@@ -173,6 +175,8 @@ class Executor:
         accumulate = bool(self.graph.provenance.get("accumulate"))
         if isinstance(shared, SharedSlab):
             self.arena = Arena(shared, accumulate=accumulate)
+            if (expected := predict_step(self.graph, self.schedule, offsets)) is not None:
+                self.arena.expect(*expected)
         else:
             self.arena = DeviceArena(shared, plan_arena(self.graph, self.schedule), accumulate=accumulate)
             self.launched = self._compile_passes()

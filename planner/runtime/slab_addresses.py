@@ -1,24 +1,31 @@
-"""Addresses in a slab for the requests of recorded steps, and of the steps of optimizers behind them.
+"""Addresses in a slab for the requests of steps, and of the steps of optimizers behind them.
 
-A function of what was recorded, which knows nothing of the allocator that serves it. The search counts work, not seconds, so that
-every machine gets the same addresses; most searches end at the bound before their limit.
+The requests of a step are those of a plan where the profile knows those of its ops, and the addresses those that were found with
+the plan. Otherwise a step is recorded and addresses are searched: a function of what was recorded, which knows nothing of the
+allocator that serves it. Every first step was recorded before. It took its memory from the usual allocator and the next one its
+pages anew, so that a better plan cost about a step; and the search here did not always find what the plan had counted on. The
+search counts work, not seconds, so that every machine gets the same addresses; most end at the bound before their limit.
 """
 
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 
-from graphs.addresses import Buffer, Offsets, live_bytes
-from graphs.ir import Phase
-from planner.memory.arena_rules import ALIGNMENT, LEAST_BYTES
+from graphs.addresses import AddressError, Buffer, Offsets, live_bytes
+from graphs.ir import Graph, Kind, Phase
+from graphs.requests import WORKSPACE
+from graphs.schedule import Compute, Schedule, find_boundary
+from planner.memory.arena_rules import ALIGNMENT, LEAST_BYTES, build_arena_rules
 from planner.runtime.arena_allocator import Addresses, RecordedRequest, Recording
 from solvers.addresses.solve import solve
+from solvers.arena.needs import count_known_moments
 
 _SEARCH_WORK = (
     5.0  # limit of the search for addresses, in work: the same addresses on every machine; most end at the bound before
@@ -54,10 +61,10 @@ class OptimizerStep:
 
 @dataclass(eq=False, slots=True)
 class RecordedStep:
-    """A step that is recorded.
+    """A step that is recorded, or that a plan predicts.
 
     Attributes:
-        recording: the requests of its passes.
+        recording: the requests of its passes while they are recorded.
         requests: those until the end of the last backward pass so far.
         passes: its passes in order: key and number of the run, phase, and position of the first request.
         returned: positions of the requests for what the caller got from forward passes.
@@ -66,7 +73,7 @@ class RecordedStep:
         left: number of runs whose backward pass is missing.
     """
 
-    recording: Recording
+    recording: Recording = field(default_factory=Recording)
     requests: tuple[RecordedRequest, ...] = ()
     passes: list[tuple[object, int, Phase, int]] = field(default_factory=list)
     returned: set[int] = field(default_factory=set)
@@ -106,20 +113,69 @@ class SlabAddresses:
         return self.addresses.height_bytes + self.outside_bytes
 
 
+def predict_step(graph: Graph, schedule: Schedule, offsets: Sequence[int]) -> tuple[RecordedStep, Offsets] | None:
+    """Return the requests of a step by `schedule`, of one code, and their offsets.
+
+    Return None if the requests of ops are not known, or `offsets` are for another schedule.
+
+    Args:
+        offsets: of the buffers in the arena, in the order of ``ArenaRules.divide_buffers``.
+    """
+    rules, moments = build_arena_rules(graph), count_known_moments(graph)
+    inside, outside = rules.divide_buffers(graph, schedule)
+    if moments == 1 or len(inside) != len(offsets):
+        return None
+    unsaved = _find_unsaved_states(graph, schedule)
+    buffers = sorted((buffer for buffer in (*inside, *outside) if buffer.id not in unsaved), key=attrgetter("lower"))
+    lowers, end = [buffer.lower for buffer in buffers], moments * len(schedule.steps)
+    backward = bisect_left(lowers, moments * find_boundary(graph, schedule))
+    ends = [None if buffer.upper == end else bisect_left(lowers, buffer.upper) for buffer in buffers]
+    step = RecordedStep(
+        requests=tuple(RecordedRequest(buffer.size, end, 0) for buffer, end in zip(buffers, ends, strict=True)),
+        passes=[(None, 0, Phase.FORWARD, 0), (None, 0, Phase.BACKWARD, backward)],
+        staying={i for i, end in enumerate(ends) if end is None},
+        runs=Counter({None: 1}),
+    )
+    offset = dict(zip((buffer.id for buffer in inside), offsets, strict=True))
+    placed = [i for i, buffer in enumerate(buffers) if buffer.id in offset]
+    found = tuple(_build_buffer(step.requests, i) for i in placed)
+    try:
+        return step, Offsets(found, tuple(offset[buffers[i].id] for i in placed))
+    except AddressError:  # of another schedule
+        return None
+
+
+def _find_unsaved_states(graph: Graph, schedule: Schedule) -> set[str]:
+    """Return the buffers for states of generators that are not asked for: an op saves its own when it is first executed of many.
+
+    They are the first and the last request of a random op (``planner.runtime.allocator.add_state_requests``).
+    """
+    found, executions, done = set[str](), Counter(schedule.computed), set[int]()
+    for index, step in enumerate(schedule.steps):
+        if not isinstance(step, Compute) or not (op := graph.ops[step.op]).random:
+            continue
+        saves = executions[op.id] > 1 and op.id not in done
+        done.add(op.id)
+        workspaces = sum(request.output == WORKSPACE for request in op.requests)
+        if not saves and any(graph.tensors[t].kind is Kind.RANDOM_STATE for t in op.inputs):
+            found |= {f"workspace of step {index}", f"workspace {workspaces} of step {index}"}
+    return found
+
+
 def plan_slab_addresses(
     recorded: RecordedStep,
     optimizers: Mapping[Optimizer, OptimizerStep] = _NO_OPTIMIZERS,
     *,
     gradients_stay: bool = True,
     version: int = 0,
-    alone: SlabAddresses | None = None,
+    found: Offsets | None = None,
 ) -> SlabAddresses:
-    """Return addresses for the requests of a step that was recorded, and of steps of `optimizers` behind it.
+    """Return addresses for the requests of a step, and of steps of `optimizers` behind it.
 
     Args:
         gradients_stay: True if its gradients are in use until the last of these has ended.
         version: number of recordings of optimizers.
-        alone: addresses for the step alone, if optimizers take no slab.
+        found: offsets for the step, if they are known and optimizers take no slab.
     """
     requests, begins = list(recorded.requests), dict[Optimizer, int]()
     if not gradients_stay:
@@ -128,7 +184,7 @@ def plan_slab_addresses(
     for optimizer, step in optimizers.items():
         begins[optimizer] = begin = len(requests)
         requests += [replace(request, end=begin + (request.end or 0)) for request in step.requests]
-    found = _find_offsets(recorded, requests) if alone is None else alone.found
+    found = found or _find_offsets(recorded, requests)
     offsets = {int(buffer.id): offset for buffer, offset in zip(found.buffers, found.offsets, strict=True)}
     large = [i for i, request in enumerate(requests) if request.size_bytes >= LEAST_BYTES]
     addresses = Addresses(

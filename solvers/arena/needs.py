@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from graphs.addresses import Buffer, buffers_of, live_bytes
+from graphs.addresses import Buffer, buffers_of, count_moments, live_bytes
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from solvers.addresses.solve import AddressResult, solve_by
@@ -23,9 +23,23 @@ class ArenaRules:
     least_bytes: int = 1
     outside: frozenset[int] = frozenset()
 
+    def divide_buffers(self, graph: Graph, schedule: Schedule) -> tuple[list[Buffer], list[Buffer]]:
+        """Return the buffers of a step in the arena, and those outside; if its requests are known, each lives from its own on."""
+        names = {graph.tensors[t].name for t in self.outside}
+        inside, outside = list[Buffer](), list[Buffer]()
+        for buffer in buffers_of(graph, schedule, alignment=self.alignment, moments=count_known_moments(graph)):
+            fits = buffer.size >= self.least_bytes and not names & {buffer.id, buffer.id.rpartition("#")[0]}
+            (inside if fits else outside).append(buffer)
+        return inside, outside
+
     def holds(self, graph: Graph, t: int) -> bool:
         """Return True if the buffers of tensor t are in the arena."""
         return t not in self.outside and graph.tensors[t].size_bytes >= self.least_bytes
+
+
+def count_known_moments(graph: Graph) -> int:
+    """Return the moments of a step of a schedule: 1 if the requests of ops are not known, so that all of an op begins at once."""
+    return count_moments(graph) if any(op.requests for op in graph.ops) else 1
 
 
 @dataclass(frozen=True)
@@ -47,11 +61,7 @@ class Needs:
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, rules: ArenaRules, budget_bytes: int) -> "Needs":
         """Return the memory that `schedule` needs, with its buffers divided by `rules` into those in the arena and outside."""
-        names = {graph.tensors[t].name for t in rules.outside}
-        inside, outside = list[Buffer](), list[Buffer]()
-        for buffer in buffers_of(graph, schedule, alignment=rules.alignment):
-            fits = buffer.size >= rules.least_bytes and not names & {buffer.id, buffer.id.rpartition("#")[0]}
-            (inside if fits else outside).append(buffer)
+        inside, outside = rules.divide_buffers(graph, schedule)
         return cls(tuple(inside), live_bytes(tuple(outside)), graph.static_bytes, budget_bytes)
 
     @property

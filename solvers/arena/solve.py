@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from graphs.addresses import Offsets
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
 from solvers.addresses.solve import solve_by
-from solvers.arena.needs import ArenaRules, Needs
+from solvers.arena.needs import ArenaRules, Needs, count_known_moments
 from solvers.clock import Clock, measure_rest
 from solvers.margins import Margins, MarginSearch, add_margins
 from solvers.request import Request
@@ -29,7 +30,8 @@ _QUICK, _PLACE = (0.02, 1.0), (0.05, 5.0)
 # Schedules that are placed while a solve goes on: until some do not fit, and only those that are faster by so much.
 _MISFITS, _FASTER = 3, 0.002
 
-ARENA_SIZES = ("arena_bytes", "outside_arena_bytes")  # in the settings of results
+# In the settings of results: sizes, and the offsets of the buffers in the arena, in the order of ``ArenaRules.divide_buffers``.
+ARENA_SIZES, ARENA_OFFSETS = ("arena_bytes", "outside_arena_bytes"), "arena_offsets"
 
 Solve = Callable[[Request], Result]
 
@@ -51,11 +53,11 @@ def solve_in_arena(solve: Solve, request: Request, rules: ArenaRules) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A schedule that fits the budget, with its step time and the bytes in and outside the arena."""
+    """A schedule that fits the budget, with its step time, the addresses in the arena and the bytes outside."""
 
     schedule: Schedule
     time_s: float
-    arena_bytes: int
+    offsets: Offsets
     outside_bytes: int
 
 
@@ -152,7 +154,7 @@ class _Joint:
         if found.offsets is None:
             return False
         if self.best is None or time_s < self.best.time_s:
-            self.best = _Placed(schedule, time_s, found.height_bytes, needs.outside_bytes)
+            self.best = _Placed(schedule, time_s, found.offsets, needs.outside_bytes)
             if request.on_schedule is not None:
                 request.on_schedule(schedule, self.bound_s or 0.0)
         return True
@@ -194,7 +196,8 @@ class _Joint:
             for buffer, offset in zip(found.offsets.buffers, found.offsets.offsets, strict=True)
             if offset + buffer.size > needs.capacity_bytes
         ]
-        steps = {index for buffer in above for index in range(buffer.lower, buffer.upper)}
+        moments = count_known_moments(request.graph)
+        steps = {index for buffer in above for index in range(buffer.lower // moments, -(-buffer.upper // moments))}
         ops = {step.op for index, step in enumerate(schedule.steps) if isinstance(step, Compute) and index in steps}
         return {**now, **{op: now.get(op, 0) + more_bytes for op in ops}}
 
@@ -208,7 +211,8 @@ class _Joint:
         settings = {**result.settings, **request.settings, "tolerance": get_tolerance(result.settings, None)}
         settings["arena_solves"] = self.solves
         if best is not None:
-            settings |= dict(zip(ARENA_SIZES, (best.arena_bytes, best.outside_bytes), strict=True))
+            settings |= dict(zip(ARENA_SIZES, (best.offsets.height_bytes, best.outside_bytes), strict=True))
+            settings[ARENA_OFFSETS] = best.offsets.offsets
             status, message = self._choose_status(result), self._describe_defect(result)
         elif result.status in (Status.INFEASIBLE, Status.ERROR) and not self.margins.now:
             status, message = result.status, result.message

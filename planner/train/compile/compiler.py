@@ -443,7 +443,7 @@ class Compiler:
         )
         asked = plan.arena_bytes is not None or (self.settings.arena and NO_ARENA not in plan.settings)
         if asked and (not self.chose_arena or install_if_compiled()):
-            executor.use_arena(self.slab)
+            executor.use_arena(self.slab, plan.arena_offsets)
         elif isinstance(self.slab, SharedPool) and self.slab.pool is not None:  # of an earlier plan
             self.slab.drop()
             release_unused(executor.device)

@@ -298,6 +298,33 @@ def test_plans_share_the_slab_of_the_largest() -> None:
     assert shared.provide_slab(small, large_bytes).size_bytes == small_bytes
 
 
+def test_a_slab_grows_with_its_pages_as_far_as_it_may() -> None:
+    page, shared = mmap.PAGESIZE, SharedSlab()
+    small, large, largest = map(addresses, (2 * page, 4 * page, 6 * page))
+    shared.add(small)
+    slab = shared.provide_slab(small, 4 * page)
+    places = addresses(2 * page)
+    places.start(slab, range(1))
+    held = torch.ones(2 * page, dtype=torch.uint8)
+    arena_allocator.stop()
+    shared.add(large)
+    assert shared.provide_slab(large, 4 * page) is slab and slab.size_bytes == 4 * page
+    assert resident_bytes(slab) == 2 * page and held.all()
+    del held
+    touch(slab)
+    shared.add(largest)
+    assert shared.provide_slab(largest, 4 * page) is not slab
+
+
+def test_requests_in_another_order_get_their_own_places() -> None:
+    page = mmap.PAGESIZE
+    slab, places = Slab(6 * page), Addresses(6 * page, [page, 2 * page, 3 * page], [0, page, 3 * page])
+    places.start(slab, range(3))
+    made = [torch.empty(size * page, dtype=torch.uint8) for size in (3, 1, 2)]
+    assert arena_allocator.stop() == Missed()
+    assert [tensor.data_ptr() - slab.address for tensor in made] == [3 * page, 0, page]
+
+
 def test_pages_in_use_are_not_given_back() -> None:
     slab, places = Slab(4 * mmap.PAGESIZE), addresses(4 * mmap.PAGESIZE)
     places.start(slab, range(1))

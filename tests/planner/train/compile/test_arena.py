@@ -3,6 +3,7 @@
 import copy
 import shutil
 import weakref
+from bisect import bisect_left
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,13 @@ from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure.run_plan import run
 from planner.measure.steps import measure_outcome
+from planner.memory.arena_rules import LEAST_BYTES
 from planner.plans.plan import read_plan
-from planner.runtime import arena_allocator
-from planner.runtime.arena_allocator import Slab
+from planner.runtime import arena, arena_allocator
+from planner.runtime.arena import SharedSlab
+from planner.runtime.arena_allocator import Missed, Slab
 from planner.runtime.executor import Executor
+from planner.runtime.slab_addresses import RecordedStep, SlabAddresses, plan_slab_addresses
 from planner.settings.plan import PlanSettings
 from planner.train.compile.dynamic import DynamicStep
 from planner.train.compile.step import PlannedStep
@@ -71,6 +75,35 @@ def test_trains_as_without_an_arena(kernels: str) -> None:
     assert plan.measured_peak_bytes <= plan.budget_bytes
     assert taken_bytes(step, workload, workload.batch) <= plan.outside_arena_bytes + TANGENT_BYTES
     assert "outside" in str(plan)
+
+
+@pytest.mark.parametrize("name", ["vit", "unet", pytest.param("llama", marks=pytest.mark.slow)])
+def test_a_plan_predicts_what_its_step_asks_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+
+    def note(step: RecordedStep, *given: object, **how: object) -> SlabAddresses:
+        planned.append(step)
+        return plan_slab_addresses(step, *given, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(arena, "plan_slab_addresses", note)
+    step, workload = compiled(name, "75%", compare_eager=False)
+    executor = step.debug
+    assert isinstance(executor, Executor) and isinstance(executor.arena, arena.Arena)
+    assert executor.arena.slab is not None and executor.arena.missed == Missed()  # the first step, which measured its peak
+    executor.use_arena(SharedSlab())  # no addresses are known, so that a step is recorded
+    step(*workload.batch).backward()
+    assert executor.arena.size_bytes is not None
+    predicted, recorded = map(large_requests, planned)
+    assert predicted == recorded
+
+
+def large_requests(step: RecordedStep) -> list[tuple[int, int | None]]:
+    """The sizes of those that are served from a slab, and how many of them come before each is freed."""
+    large = [i for i, request in enumerate(step.requests) if request.size_bytes >= LEAST_BYTES]
+    return [
+        (request.size_bytes, None if request.end is None else bisect_left(large, request.end))
+        for request in (step.requests[i] for i in large)
+    ]
 
 
 def taken_bytes(step: PlannedStep, workload: Workload, batch: Batch) -> int:

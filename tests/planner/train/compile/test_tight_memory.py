@@ -92,8 +92,10 @@ def test_steps_run_in_an_arena_where_memory_is_tight(share: float, free: Callabl
     step = planned(model, batch)
     assert step.plan.arena
     assert step.plan.measured_peak_bytes is None or share == TIGHT  # nothing is run before where eager PyTorch does not fit
+    first_bytes = step.plan.arena_bytes
     assert_trains_as_eager(model, batch, step)
     plan = step.plan
+    assert plan.arena_bytes == first_bytes  # at the addresses that were found with the plan
     assert plan.arena_bytes is not None and plan.outside_arena_bytes is not None
     assert plan.measured_peak_bytes == plan.graph.static_bytes + plan.arena_bytes + plan.outside_arena_bytes
     assert plan.measured_peak_bytes <= plan.budget_bytes

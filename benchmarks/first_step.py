@@ -167,8 +167,7 @@ _LEGEND = (
     "Seconds are medians of the last steps, with the optimizer's; in brackets are multiples of eager PyTorch's without a cap. "
     "Overheads of plans over keeping everything are predicted, gaps are proved; the last plan is that after the last step. "
     "Under the cap memory is returned to the system as soon as it is freed. Allocating it again takes time, less with pages of "
-    "2 MB, which PyTorch requests if THP_MEM_ALLOC_ENABLE=1. Plans run in an arena, which keeps its memory, from the second step "
-    "on; a plan that is swapped in runs its first step in none, and takes the pages of its arena in the second."
+    "2 MB, which PyTorch requests if THP_MEM_ALLOC_ENABLE=1. Plans run in an arena, which keeps its memory."
 )
 
 

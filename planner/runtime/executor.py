@@ -10,6 +10,7 @@ backward pass ends, and Python has work for each parameter: in models of small k
 bench-host``). Gradients of gradients, taken outside of the step, are refused.
 """
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -66,6 +67,7 @@ class Executor:
         devices: the devices that it runs on, with the channels between them and to the host.
         sharding: how the parameters of the model are sharded.
         launched: both passes of the schedule.
+        compile_s: seconds in which they were compiled.
         code: both passes as they run.
         inputs: the sources of the batch.
         memory: description of the memory of `code`.
@@ -108,7 +110,9 @@ class Executor:
         self.devices = Devices(capture.graph, device, channels)
         self.sharding = sharding or Unsharded()
         self.arena: Arena | DeviceArena | None = None
+        began = time.perf_counter()
         self.launched = self._compile_passes()
+        self.compile_s = time.perf_counter() - began
         self._recorded: Code | None = None
         self.earlier_gradients = EarlierGradients(capture.graph, schedule)
         self.check_writes = self._trains = False

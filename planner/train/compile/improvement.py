@@ -38,6 +38,7 @@ from solvers.tolerance import Tolerance
 
 _TIMED_STEPS = 3
 _GAIN = 0.002  # of the step: gain that a plan must have to be swapped in, during the solve and at its end
+_REPAID_STEPS = 10  # in which such a gain must repay the swap; later, in as many steps as have been trained
 _START_S = 0.5  # cost of the start of a process: a plan that took no longer is solved again between two steps, for as long
 # A process is started at once if a step loses this much to suboptimality, proved or possible; otherwise once the total loss
 # is as large as the cost of the start, or after as many steps, for the proof.
@@ -108,6 +109,7 @@ class Improvement:
         self._solved_bytes, self._maker = solved_bytes, maker
         self._solve: BackgroundSolve | None = None
         self._candidate: Plan | None = None
+        self._steps, self._due = 0.0, 0.0  # steps so far, and those after which the candidate repays its swap
         self._time_s, self._bound_s = plan.time_s, plan.bound_s  # of the current plan, at the latest costs
         self._is_solved = plan.status in SOLVED  # at the latest costs
         # The order of ops stays if it was preferred to program order, or a solve had its time.
@@ -124,6 +126,7 @@ class Improvement:
         Args:
             steps: number of trained steps: a solve starts once it pays.
         """
+        self._steps = steps
         self._take_times()
         others = any(solve.is_running for solve in _SOLVES)  # for other sizes or models: one solve at a time
         if not self._is_solved and self._solve is None and not others and self._is_worth_it(steps):
@@ -132,6 +135,7 @@ class Improvement:
 
     def wait(self, seconds: float | None) -> Plan | None:
         """Wait until the solve ends, at most `seconds`; return a plan as ``find`` does."""
+        self._steps = math.inf  # who waits wants the best plan
         self._take_times()
         if not self._is_solved and self._solve is None:
             self._start()
@@ -241,7 +245,7 @@ class Improvement:
         shown = Tolerance.of(enough if self.plan.gap is None else min(enough, self.plan.gap))
         found = solve_here(replace(job, settings=replace(job.settings, tolerance=shown)), _START_S).plan
         if found is not None:
-            self._candidate = replace(found, settings={**found.settings, "tolerance": enough})
+            self._candidate, self._due = replace(found, settings={**found.settings, "tolerance": enough}), 0.0
             self._is_solved = self._candidate.status in SOLVED
             self._is_settled |= self._is_solved
 
@@ -257,7 +261,8 @@ class Improvement:
 
     def _receive(self, most_s: float) -> None:
         assert self._solve is not None
-        self._candidate = self._solve.receive(most_s) or self._candidate
+        if (found := self._solve.receive(most_s)) is not None:
+            self._candidate, self._due = found, 0.0
         if self._solve.ended is not None:
             self._is_settled |= self._solve.ended.plan is not None
             self._solve, self._is_solved = None, True
@@ -270,7 +275,7 @@ class Improvement:
         if self._solve is not None:
             self._receive(0.0)
         found = self._candidate
-        if found is None or self._watch is not None:  # one swap at a time
+        if found is None or self._watch is not None or self._steps < self._due:  # one swap at a time
             return None
         if not (self._is_shown(found) or self._is_solved):
             return None
@@ -284,12 +289,19 @@ class Improvement:
         )
         alike = self._maker.search.any_rounding or is_rounded_alike(self._captured.graph, self.plan, found)
         if (gain >= _GAIN or proves_more) and fits and alike:
-            self.plan = now
-            return found
+            due = 0.0 if proves_more else self._count_repaying_steps(now.time_s - found.time_s)
+            if due <= max(self._steps, _REPAID_STEPS):
+                self.plan = now
+                return found
+            self._candidate, self._due = found, due
         self._bound_s = now.bound_s
         if self._is_shown(now) or (self._is_solved and now.bound_s is not None):
             self.plan = now
         return None
+
+    def _count_repaying_steps(self, gain_s: float) -> float:
+        """Return the steps after which a plan that is faster by `gain_s` has repaid its swap: both passes are compiled twice."""
+        return 2 * self._executor.compile_s / gain_s
 
     @property
     def graph(self) -> Graph:

@@ -29,11 +29,14 @@ from planner.plans.search import StepSearch
 from planner.plans.solve import judge_on, solve, solve_graph
 from planner.progress import Progress, Stage, Stages
 from planner.progress.stages import StageReport
+from planner.runtime.arena import Arena
+from planner.runtime.arena_allocator import Missed
+from planner.runtime.executor import Executor
 from planner.settings.budget import Budget, Bytes
 from planner.settings.option_settings import apply_recorded_options
 from planner.settings.plan import PlanSettings, Wait
 from planner.train.compile import compare_eager, compiler, improvement
-from planner.train.compile.improvement import is_rounded_alike, set_times
+from planner.train.compile.improvement import Improvement, is_rounded_alike, set_times
 from solvers.clock import WorkClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
 from solvers.result import compute_gap
@@ -78,6 +81,12 @@ class Solved:
     @property
     def is_running(self) -> bool:
         return False
+
+
+@pytest.fixture(autouse=True)
+def swaps_repay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each swap be repaid at once: steps here take less than a thousandth of what compiling their passes takes."""
+    monkeypatch.setattr(Improvement, "_count_repaying_steps", lambda *_: 0.0)
 
 
 @pytest.fixture
@@ -213,6 +222,27 @@ def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypat
     assert step.measured is not None and check_plan(apply_recorded_options(step.measured, step.plan.settings), step.plan)
 
 
+@pytest.mark.parametrize(("repaying", "step_of_swap"), [(10.0, 5), (14.0, 14)])
+def test_a_faster_plan_waits_until_its_swap_is_repaid(
+    repaying: float, step_of_swap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_processes(monkeypatch, Scripted)
+    monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", 0.0)
+    monkeypatch.setattr(Improvement, "_count_repaying_steps", lambda *_: repaying)
+    times_in_steps(monkeypatch, 1.0)
+    worst_first(monkeypatch)
+    Scripted.news = []
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    for number in range(1, 16):
+        if number == 5:
+            job = Scripted.jobs[-1]
+            Scripted.news = [solve_graph(job.graph, job.budget, replace(job.settings, work_limit=2.0))]
+        step(*batch).backward()
+        model.zero_grad()
+    assert [use.step for use in step.history] == [1, step_of_swap]
+
+
 def test_a_proof_stays_in_short_runs_and_if_the_next_solve_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     in_processes(monkeypatch, Scripted)
     nothing_pays(monkeypatch)
@@ -345,15 +375,18 @@ def test_an_order_that_was_preferred_to_program_order_stays(*, reordered: bool, 
     assert Scripted.jobs[-1].settings.reorder is (False if reordered else None)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
-def test_a_better_plan_has_an_arena_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_better_plan_runs_in_the_slab_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     worst_first(monkeypatch)
     model, batch = model_and_batch()
     step = planned(model, batch, arena=True)
-    first = step.plan
+    first, slabs = step.plan, []
     for seed in range(6):
         assert_trains_as_eager(step, model, batch, seed)
+        assert isinstance(step.debug, Executor) and isinstance(step.debug.arena, Arena)
+        slabs.append(step.debug.arena.slab)
+        assert step.debug.arena.missed == Missed()
+    assert slabs[0] is not None and all(slab is slabs[0] for slab in slabs)  # of the second plan, found before the first step
     plan = step.plan
     assert len(step.history) > 1
     assert first.arena_bytes is not None and plan.arena_bytes is not None and plan.outside_arena_bytes is not None

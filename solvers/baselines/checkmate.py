@@ -20,7 +20,7 @@ from graphs.io.files import check_writable, write_text
 from graphs.ir import Graph
 from graphs.schedule import schedule_of
 from graphs.units import format_bytes
-from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateVariant, StageProgram, get_value
+from solvers.baselines.common.checkmate_program import StageProgram, get_value
 from solvers.baselines.common.program_size import find_refusal
 from solvers.baselines.common.pulp_solvers import (
     HIGHS,
@@ -51,18 +51,16 @@ class CheckmateParams:
 
     Attributes:
         milp_solver: any solver of PuLP, such as HiGHS or PULP_CBC_CMD.
-        variant: of the program.
     """
 
     milp_solver: str = HIGHS
-    variant: CheckmateVariant = PUBLISHED
 
 
 class CheckmateProgram(StageProgram):
     """The program of a graph and the bytes for its produced tensors."""
 
-    def __init__(self, graph: Graph, capacity_bytes: int, variant: CheckmateVariant = PUBLISHED, *, whole: bool = True) -> None:
-        super().__init__(graph, [capacity_bytes], variant, whole=whole)
+    def __init__(self, graph: Graph, capacity_bytes: int, *, whole: bool = True) -> None:
+        super().__init__(graph, [capacity_bytes], split_frees=False, whole=whole)
 
     def build(self, is_over: Callable[[], bool] = lambda: False) -> bool:
         """Add variables, objective and rows; return False if `is_over` returned True before the end."""
@@ -118,7 +116,7 @@ def solve(request: Request) -> Result:
     least = bound_least_budget(graph)
     verdict = Verdict(Status.INFEASIBLE, message=describe_too_small(graph, budget_bytes, least))
     if budget_bytes >= least.budget_bytes:
-        model = CheckmateProgram(graph, budget_bytes - graph.static_bytes, params.variant)
+        model = CheckmateProgram(graph, budget_bytes - graph.static_bytes)
         if (refusal := model.find_refusal(request.clock.limit)) is not None:
             verdict = Verdict(Status.LIMIT, None, graph.time_s, *refusal)
         else:
@@ -129,14 +127,12 @@ def solve(request: Request) -> Result:
     settings = {
         **request.settings,
         "milp_solver": params.milp_solver,
-        "unused_outputs": str(params.variant.unused_outputs),
-        "frees": str(params.variant.frees),
         "schedules": describe_class(graph, CLASS),
     }
     return build_result(request, "checkmate", verdict, settings=settings, versions=read_versions(params.milp_solver))
 
 
-def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *, variant: CheckmateVariant = PUBLISHED) -> None:
+def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str]) -> None:
     """Write the program to the file `path` atomically, for other solvers: ``.lp`` or ``.mps``.
 
     Its objective is the time of recomputation in thousandths of the step without any; memory is in units of the 10,000th part of
@@ -154,7 +150,7 @@ def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *
     least = bound_least_budget(graph)
     if budget_bytes < least.budget_bytes:
         raise BudgetError(describe_too_small(graph, budget_bytes, least))
-    model = CheckmateProgram(graph, budget_bytes - graph.static_bytes, variant)
+    model = CheckmateProgram(graph, budget_bytes - graph.static_bytes)
     if (refusal := model.find_refusal(math.inf)) is not None:
         raise PlannerError(refusal[0])
     model.build()

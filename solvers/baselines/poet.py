@@ -24,7 +24,7 @@ from functools import partial
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from solvers import highs
-from solvers.baselines.common.checkmate_program import MEMORY_RANGE, TIGHTER, StageProgram, get_value
+from solvers.baselines.common.checkmate_program import MEMORY_RANGE, StageProgram, get_value
 from solvers.baselines.common.offloading import Device, Offer, answer_by_offloading, offer_of
 from solvers.baselines.common.program_size import find_refusal
 from solvers.baselines.common.verdicts import Candidate, answer, build_failure
@@ -47,7 +47,7 @@ class PoetProgram(StageProgram):
     """
 
     def __init__(self, offer: Offer, budget_bytes: int, power: float) -> None:
-        super().__init__(offer.program, [budget_bytes - offer.program.static_bytes], TIGHTER)
+        super().__init__(offer.program, [budget_bytes - offer.program.static_bytes])
         self.offer, self.power = offer, power
         self.host: dict[tuple[int, int], int] = {}
         self.fetched: dict[tuple[int, int], int] = {}

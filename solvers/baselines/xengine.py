@@ -56,7 +56,7 @@ from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers import highs
-from solvers.baselines.common.checkmate_program import BEGIN, TIGHTER, StageProgram
+from solvers.baselines.common.checkmate_program import BEGIN, StageProgram
 from solvers.baselines.common.program_size import find_refusal
 from solvers.baselines.common.verdicts import Verdict, build_result, judge
 from solvers.clock import Clock, measure_rest
@@ -108,7 +108,7 @@ class XEngineProgram(StageProgram):
         capacities = [budget_bytes - graph.static_bytes, *(pool.capacity_bytes for pool in placement.pools[1:])]
         total = sum(2 * t.size_bytes for t in graph.tensors) + max(op.workspace_bytes for op in graph.ops)
         capacity = [None if c is None or c >= total else c for c in capacities]
-        super().__init__(graph, capacity, TIGHTER, whole_frees=whole_frees, copies_stay=schedules.stay)
+        super().__init__(graph, capacity, whole_frees=whole_frees, copies_stay=schedules.stay)
         self.placement, self.schedules = placement, schedules
         self.due = find_due(graph)
         self.ends = frozenset((*self.due.values(), self.ops - 1))

@@ -25,8 +25,6 @@ time limit is too short for it to have a solution.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
 from graphs.ir import Graph
 from solvers.highs.builder import ONE, Term, TermProgram, Weighted
@@ -35,32 +33,6 @@ from solvers.highs.program import Floats
 BEGIN = -1  # the turn before all ops of a stage
 MEMORY_RANGE = 1e4  # the capacity of a device in the program's unit of its memory
 TIME_RANGE = 1e3  # the step without recomputation in its unit of time
-
-
-class UnusedOutputs(StrEnum):
-    """The time at which an output is freed that neither its stage nor the next one needs."""
-
-    AT_ONCE = "at_once"  # as the simulation does
-    STAGE_END = "stage_end"  # as in the program that Checkmate's authors released
-
-
-class Frees(StrEnum):
-    """The linearisation of F[d,t,x,k] = R[d,t,k] (1 - S[d,t+1,x]) prod over later readers j of (1 - R[d,t,j])."""
-
-    HAZARDS = "hazards"  # binary, with the count of factors that are 0: as published
-    SPLIT = "split"  # below each factor: tighter, found later
-
-
-@dataclass(frozen=True, slots=True)
-class CheckmateVariant:
-    """A variant of the program."""
-
-    unused_outputs: UnusedOutputs = UnusedOutputs.AT_ONCE
-    frees: Frees = Frees.HAZARDS
-
-
-PUBLISHED = CheckmateVariant()
-TIGHTER = CheckmateVariant(frees=Frees.SPLIT)
 
 
 class StageProgram(TermProgram):
@@ -79,8 +51,8 @@ class StageProgram(TermProgram):
         self,
         graph: Graph,
         capacity: Sequence[int | None],
-        variant: CheckmateVariant,
         *,
+        split_frees: bool = True,
         whole: bool = True,
         whole_frees: bool = False,
         copies_stay: bool = True,
@@ -88,12 +60,13 @@ class StageProgram(TermProgram):
         """Begin a program without columns.
 
         Args:
+            split_frees: False for frees as published; see ``add_free``.
             whole: False for the linear relaxation.
             whole_frees: True if F is binary where frees are split, too.
             copies_stay: True if copies may be handed over to the next stage.
         """
         super().__init__()
-        self.graph, self.capacity, self.variant = graph, capacity, variant
+        self.graph, self.capacity, self.split_frees = graph, capacity, split_frees
         self.whole, self.whole_frees, self.copies_stay = whole, whole_frees, copies_stay
         self.ops, self.devices = len(graph.ops), range(len(capacity))
         self.unit_s = (graph.time_s or 1.0) / TIME_RANGE
@@ -194,8 +167,7 @@ class StageProgram(TermProgram):
         uses: dict[int, list[int]] = {}
         if (executed := self.r(d, t, k)) is not None:
             op = self.graph.ops[k]
-            own = op.outputs if self.variant.unused_outputs is UnusedOutputs.AT_ONCE else ()
-            uses = {x: [executed] for x in (*op.inputs, *own)}
+            uses = {x: [executed] for x in (*op.inputs, *op.outputs)}
         for x, column in leaving:
             uses.setdefault(x, []).append(column)
         for x, events in uses.items():
@@ -209,12 +181,13 @@ class StageProgram(TermProgram):
     def add_free(self, key: tuple[int, ...], events: Sequence[int], hazards: Sequence[int]) -> int:
         """Return F, which may be 1 if one of `events` is 1 and every one of `hazards` is 0.
 
-        As published: 1 - F <= h and h <= m (1 - F) for h = (1 - R) + sum of the m - 1 hazards. Split: F <= sum of the events, and
-        F <= 1 - hazard for each.
+        F[d,t,x,k] is R[d,t,k] (1 - S[d,t+1,x]) times 1 - R[d,t,j] of all later readers j. As published it is binary, with the
+        count of factors that are 0: 1 - F <= h and h <= m (1 - F) for h = (1 - R) + sum of the m - 1 hazards. Split, which is
+        tighter and was found later, it is below each factor: F <= sum of the events, and F <= 1 - hazard for each.
         """
         if not hazards and len(events) == 1:
             return events[0]
-        if self.variant.frees is Frees.SPLIT:
+        if self.split_frees:
             freed = self.add_variable("F", *key, integer=self.whole_frees)
             if ONE not in events:
                 self.add_at_most([(freed, 1), *((event, -1) for event in events)], 0)

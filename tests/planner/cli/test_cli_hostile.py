@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from graphs.errors import MismatchError, OutputError
+from graphs.errors import OutputError
 from graphs.io.files import check_folder, is_stdout, open_descriptor, write_text
 from graphs.io.formats import write_graph
 from graphs.io.graph_document import convert_to_dict
@@ -29,9 +29,8 @@ from planner.show.facts.timeline import Timeline
 from planner.show.views import figures
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import list_columns
-from tests.support.cli import Said, call, refused
+from tests.support.cli import ROOT, Said, call, command, refused
 
-ROOT = Path(__file__).parents[3]
 NAME = "n\x1b[31m[red]\u202e\r\u2028\x07\x9b"
 SHOWN = r"n\x1b[31m[red]\u202e\r\u2028\x07\x9b"
 
@@ -154,6 +153,8 @@ EDITS: list[tuple[dict[str, Any], str]] = [
     ({"bound_s": 15.5}, "no schedule takes less than 15.5 s, but its own takes 15 s"),
     ({"bound_s": 12.0, "status": "optimal"}, "that it is optimal, but its gap of 25.0000% is over the tolerance of 0.1000%"),
     ({"bound_s": None, "status": "optimal"}, "that it is optimal, but has no lower bound"),
+    ({"steps": []}, "the plan's schedule does not run on its graph: "),
+    ({"budget_bytes": 3}, "peak_bytes is 4: must be within budget_bytes, 3"),
 ]
 
 
@@ -165,33 +166,12 @@ def test_a_plan_whose_figures_are_not_its_schedules_is_refused(
     assert call(capsys, "solve", graph_file, "--budget", "60%", "-o", plan_file).code == 0
     assert call(capsys, "info", plan_file).code == 0
     plan_file.write_text(json.dumps(plan_to_dict(read_plan(plan_file)) | edits))
-    refused(call(capsys, "show", plan_file, "-o", html), 1, said, "its file was edited; solve again")
+    shown = call(capsys, "show", plan_file, "-o", html)
+    refused(shown, 1, said, *([] if "must be" in said else ["edited; solve again"]))
     refused(call(capsys, "show", plan_file, "--graph", graph_file, "--trace", html), 1, said)
     refused(call(capsys, "info", plan_file), 1, said)
     refused(call(capsys, "run", plan_file, "--model", "zoo:mlp"), 1, said)
     assert not html.exists()
-    with pytest.raises(MismatchError, match="its file was edited"):
-        Timeline(graph(), read_plan(plan_file))
-
-
-def test_a_plan_whose_schedule_does_not_run_is_refused(graph_file: Path, tmp_path: Path, capsys: Any) -> None:
-    plan_file = tmp_path / "plan.json"
-    assert call(capsys, "solve", graph_file, "--budget", "60%", "-o", plan_file).code == 0
-    written = json.loads(plan_file.read_text())
-    del written["steps"][0]
-    plan_file.write_text(json.dumps(written))
-    said = "the plan's schedule does not run on its graph: ", "one of the two files was edited; solve again"
-    refused(call(capsys, "show", plan_file, "-o", tmp_path / "page.html"), 1, *said)
-    refused(call(capsys, "info", plan_file), 1, *said)
-    refused(call(capsys, "run", plan_file, "--model", "zoo:mlp"), 1, *said)
-
-
-def test_commands_refuse_a_plan_over_its_budget(graph_file: Path, tmp_path: Path, capsys: Any) -> None:
-    plan_file = tmp_path / "plan.json"
-    assert call(capsys, "solve", graph_file, "--budget", "60%", "-o", plan_file).code == 0
-    plan_file.write_text(json.dumps(json.loads(plan_file.read_text()) | {"budget_bytes": 3}))
-    for command in (["info", plan_file], ["show", plan_file, "-o", tmp_path / "x"], ["run", plan_file, "--model", "zoo:mlp"]):
-        refused(call(capsys, *command), 1, "peak_bytes is 4: must be within budget_bytes, 3")
 
 
 def test_a_graph_that_was_traced_again_is_told_from_an_edit(graph_file: Path, tmp_path: Path, capsys: Any) -> None:
@@ -223,20 +203,15 @@ def test_timeline_accepts_plans_of_all_solvers(graph_file: Path) -> None:
 # --- files that are none --------------------------------------------------------------------------
 
 
-def started(*arguments: object, **options: Any) -> "subprocess.CompletedProcess[str]":
-    run = [sys.executable, "-m", "planner", *map(str, arguments)]
-    return subprocess.run(run, cwd=ROOT, text=True, capture_output=True, timeout=120, **options)
-
-
 @pytest.mark.slow
 def test_the_standard_output_gets_the_plan_and_nothing_else(graph_file: Path, tmp_path: Path) -> None:
     for output in ("/dev/stdout", "-"):
-        ended = started("solve", graph_file, "--budget", "60%", "-o", output)
+        ended = command("solve", graph_file, "--budget", "60%", "-o", output)
         assert ended.returncode == 0
         assert "predicted peak" in ended.stderr
         (tmp_path / "plan.json").write_text(ended.stdout)
         assert read_plan(tmp_path / "plan.json").peak_bytes == 4
-    ended = started("solve", graph_file, "--budget", "60%", "-o", "/dev/stdout", "--json")
+    ended = command("solve", graph_file, "--budget", "60%", "-o", "/dev/stdout", "--json")
     assert json.loads(ended.stdout)["format"] == "remat-planner plan"
     assert json.loads(ended.stderr)["holds"] == "plan"
     assert Path("/dev/stdout").is_symlink()
@@ -319,7 +294,7 @@ def test_rows_that_are_no_csv_are_one_error(graph_file: Path, tmp_path: Path, ca
 
 @pytest.mark.slow
 def test_a_plan_that_was_solved_for_a_pipe_finds_its_graph(graph_file: Path, tmp_path: Path, capsys: Any) -> None:
-    ended = started("solve", graph_file, "--budget", "60%", "-o", "-", "--quiet")
+    ended = command("solve", graph_file, "--budget", "60%", "-o", "-", "--quiet")
     (tmp_path / "elsewhere").mkdir()
     plan_file = tmp_path / "elsewhere" / "plan.json"
     plan_file.write_text(ended.stdout)

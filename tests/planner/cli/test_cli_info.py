@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from graphs.io.formats import write_graph
-from graphs.ir import Graph, Op, Tensor
 from graphs.units import format_enough
 from planner.plans.plan import read_plan
 from tests.support.cli import call, chain
@@ -47,15 +46,6 @@ def test_info_shows_a_plan(graph_file: Path, tmp_path: Path, capsys: pytest.Capt
     assert data["holds"] == "plan"
     assert data["graph"]["fingerprint"] == chain().fingerprint
     assert data["steps"] == len(read_plan(plan_file).schedule.steps)
-
-
-def test_names_cannot_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    op = Op(0, "a\x1b[31m\nb", "t", (), (0,), 1.0, module="m\r")
-    path = tmp_path / "model.json"
-    write_graph(Graph((op,), (Tensor(0, "t\x07", 5, (0,)),), frozenset(), {"model": "x\ty"}), path)
-    said = call(capsys, "info", path)
-    assert said.code == 0
-    assert all(line.isprintable() for line in said.out.splitlines())
 
 
 def test_an_option_that_is_not_registered_is_shown_with_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import planner
 from graphs.schedule import Compute
 from planner.capture.step import TrainingStep
 from tests.support.budgets import HALF_WAY, half_way_known
+from tests.support.models.outcomes import assert_same, train_by
 
 STEPS = 4
 
@@ -44,25 +45,6 @@ def check_trains_as_eager(
     assert len(executed) > len(set(executed)), "nothing is recomputed"
     assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
     assert step.plan.eager is None or step.plan.eager.differences == ()
-    plain = TrainingStep(eager, loss_fn)
-    found, wanted = (_trained(run, model, batch_of) for run, model in ((step, planned), (lambda *batch: plain(*batch)[0], eager)))
-    assert [name for name, value in wanted.items() if not torch.equal(value, found[name])] == []
+    ways: tuple[tuple[Callable[..., Any], nn.Module], ...] = (step, planned), (TrainingStep(eager, loss_fn), eager)
+    assert_same(*(train_by(run, model, map(batch_of, range(STEPS))) for run, model in ways))
     return step
-
-
-def _trained(run: Callable[..., Any], model: nn.Module, batch_of: Callable[[int], tuple[Any, ...]]) -> dict[str, torch.Tensor]:
-    torch.manual_seed(3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    left: dict[str, torch.Tensor] = {}
-    for number in range(STEPS):
-        loss = run(*batch_of(number))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        left[f"loss {number}"] = loss.detach()
-    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return left | {name: _dense(value.detach()) for name, value in values.items()}
-
-
-def _dense(value: torch.Tensor) -> torch.Tensor:
-    return value if value.layout is torch.strided else value.to_dense()

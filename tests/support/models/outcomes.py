@@ -4,7 +4,7 @@ import copy
 import gc
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,19 +38,25 @@ def train(workload: Workload, schedule: tuple[Capture, Schedule] | None) -> dict
     model = copy.deepcopy(workload.model)
     step = TrainingStep(model, workload.loss_fn)
     run = step if schedule is None else Executor(schedule[0], schedule[1], model, workload.loss_fn)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return train_by(run, model, [workload.batch] * 3)
+
+
+def train_by(run: Callable[..., Any], model: nn.Module, batches: Iterable[Sequence[Any]]) -> dict[str, torch.Tensor]:
+    """All that a step of AdamW on each of `batches` leaves behind, which are drawn as they come."""
+    # With an eps that half precision has.
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
     torch.manual_seed(11)
     left = {}
-    for i in range(3):
+    for i, batch in enumerate(batches):
         optimizer.zero_grad()
-        loss = get_loss(run(*workload.batch))
+        loss = get_loss(run(*batch))
         loss.backward()
         left[f"loss {i}"] = loss.detach()
         left |= {f"gradient {i} of {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
-    left |= {name: value.detach() for name, value in model.state_dict().items()}
+    left |= {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
     left["random state"] = torch.get_rng_state()
-    return left
+    return {name: value if value.layout is torch.strided else value.to_dense() for name, value in left.items()}
 
 
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:

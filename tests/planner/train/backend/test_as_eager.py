@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
+from tests.support.models.outcomes import assert_same, train_by
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
 
@@ -38,22 +39,9 @@ def as_backend(model: nn.Module, x: Tensor) -> Step:
     return eager(torch.compile(model, backend="planner", options=QUICK), x)  # type: ignore[arg-type]
 
 
-def train(model: nn.Module, x: Tensor, entry: Entry) -> list[Tensor]:
-    """Return losses and gradients of two steps, and a random number after them."""
-    step = entry(model, x)
-    torch.manual_seed(1)
-    left = []
-    for _ in range(2):
-        model.zero_grad()
-        loss = step(x)
-        loss.backward()
-        left += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-    return [*left, torch.rand(1)]
-
-
 def assert_exact(model: nn.Module, x: Tensor, entry: Entry) -> None:
-    wanted, found = (train(copy.deepcopy(model), x, e) for e in (eager, entry))
-    assert all(map(torch.equal, wanted, found))
+    twin = copy.deepcopy(model)
+    assert_same(train_by(entry(model, x), model, [(x,)] * 2), train_by(eager(twin, x), twin, [(x,)] * 2))
 
 
 @pytest.mark.parametrize("entry", [compiled, pytest.param(checkpointed, marks=pytest.mark.slow), as_backend])
@@ -97,9 +85,7 @@ def test_dropout_of_joined_tensors(dtype: torch.dtype, entry: Entry) -> None:
         second=nn.Linear(8, 16),
         last=nn.Linear(32, 4),
     ).to(dtype)
-    x = torch.randn(32, 8, dtype=dtype)
-    wanted, found = (train(copy.deepcopy(model), x, one) for one in (eager, entry))
-    assert all(map(torch.equal, wanted, found))
+    assert_exact(model, torch.randn(32, 8, dtype=dtype), entry)
 
 
 class Drawing(nn.Module):
@@ -131,5 +117,6 @@ def test_numbers_that_python_draws_are_those_of_eager_mode(name: str, entry: Ent
     for one in (eager, entry):
         torch._dynamo.reset()
         np.random.seed(1)  # noqa: NPY002
-        results.append([*train(copy.deepcopy(model), x, one), torch.tensor(np.random.rand())])  # noqa: NPY002
-    assert all(map(torch.equal, *results))
+        twin = copy.deepcopy(model)
+        results.append(train_by(one(twin, x), twin, [(x,)] * 2) | {"drawn next": torch.tensor(np.random.rand())})  # noqa: NPY002
+    assert_same(*results)

@@ -17,6 +17,7 @@ from planner.train.backend.rest_of_step import build_keep_everything
 from planner.train.backend.shared_channels import compute_host_room
 from tests.support.models.backend import assert_same_state, compiled_with_offload, layers, trained_once
 from tests.support.models.offloaded import with_random_copies
+from tests.support.models.outcomes import assert_same, train_by
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -39,28 +40,14 @@ class Broken(nn.Module):
         return self.third(x)
 
 
-def train(model: nn.Module, run: Callable[..., Any], steps: int = 3) -> dict[str, torch.Tensor]:
-    """What some steps of AdamW leave behind."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def train(model: nn.Module, run: Callable[..., Any]) -> dict[str, torch.Tensor]:
     torch.manual_seed(5)
-    x, left = torch.randn(256, 64), {}
-    for i in range(steps):
-        optimizer.zero_grad()
-        loss = run(x).square().mean()
-        loss.backward()
-        left[f"loss {i}"] = loss.detach()
-        left |= {f"gradient {i} of {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-    left |= {name: value.detach().clone() for name, value in model.state_dict().items()}
-    left["random state"] = torch.get_rng_state()
-    return left
+    return train_by(lambda x: run(x).square().mean(), model, [(torch.randn(256, 64),)] * 3)
 
 
-def assert_trains_as_eager(model: nn.Module, run: Callable[[nn.Module], Callable[..., Any]]) -> None:
+def assert_trains_as_eager(model: nn.Module, wrap: Callable[[nn.Module], Callable[..., Any]]) -> None:
     twin = copy.deepcopy(model)
-    wanted, found = train(model, model), train(twin, run(twin))
-    assert wanted.keys() == found.keys()
-    assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+    assert_same(train(model, model), train(twin, wrap(twin)))
 
 
 def host_peak(graph: PlannedGraph) -> int:
@@ -163,8 +150,7 @@ def test_results_of_inductor_kernels_are_offloaded_exactly(
     wanted = train(model, torch.compile(model, dynamic=False))
     torch.compiler.reset()
     step = compiled_with_offload(twin, "75%", kernels="inductor")
-    found = train(twin, step)
-    assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+    assert_same(wanted, train(twin, step))
     (graph,), (channels,) = graphs, opened
     assert channels.memory.peak_bytes == graph.on_host[0] > 0
     offered = graph.captured.graph

@@ -76,17 +76,7 @@ def checkpoint(
         >>> loss_fn(planned(x), y).backward()
     """
     given = select_settings(locals())
-    check_module(model)
-    if isinstance(model, DistributedDataParallel | DataParallel):
-        raise PlannerError(
-            f"planner.checkpoint was given a model wrapped in {type(model).__name__}: call it with the model itself, before you "
-            "wrap it"
-        )
-    there = model._compiled_call_impl
-    if isinstance(model, private.OptimizedModule) or (there is not None and not hasattr(there, _MARK)):
-        raise PlannerError(
-            "the model is already compiled: leave out model.compile() and torch.compile, or use torch.compile(backend='planner')"
-        )
+    _check_can_be_planned(model)
     if budget is None:
         model._compiled_call_impl = None
         return model
@@ -98,6 +88,21 @@ def checkpoint(
         model, torch.compile(_build_own_call(model), backend=backend.planner, dynamic=False, options=asked)
     )
     return model
+
+
+def _check_can_be_planned(model: nn.Module) -> None:
+    """Raise a PlannerError if `model` is none, is wrapped, or is compiled by something else."""
+    check_module(model)
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        raise PlannerError(
+            f"planner.checkpoint was given a model wrapped in {type(model).__name__}: call it with the model itself, before you "
+            "wrap it"
+        )
+    there = model._compiled_call_impl
+    if isinstance(model, private.OptimizedModule) or (there is not None and not hasattr(there, _MARK)):
+        raise PlannerError(
+            "the model is already compiled: leave out model.compile() and torch.compile, or use torch.compile(backend='planner')"
+        )
 
 
 def _describe_changes(guards: Sequence[str]) -> str:

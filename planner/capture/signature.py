@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -188,7 +189,7 @@ class Signature:
         """
         for i, (name, value, leaf) in enumerate(zip(self.names, self.values, leaves, strict=True)):
             if value is not None and i not in self.unread and not _is_same(leaf, value[0]):
-                kind = NumberMismatchError if _is_number(leaf) and _is_number(value[0]) else MismatchError
+                kind = NumberMismatchError if is_plain(leaf) and is_plain(value[0]) else MismatchError
                 raise kind(
                     f"{name} is {leaf!r}, but the step was planned for {value[0]!r}",
                     ", which is part of its graph: make another plan for this value, or pass it as a tensor",
@@ -210,8 +211,9 @@ class Signature:
         return later[0] if later else ()
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+def is_plain(value: object) -> bool:
+    """Return True for a value that a step follows where it changes: a number, a flag, a text, None, an enum's member, a tuple."""
+    return all(map(is_plain, value)) if isinstance(value, tuple) else isinstance(value, int | float | str | Enum | None)
 
 
 def _is_same(value: object, other: object) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from planner.capture.guards.names import Scope, build_accessor, make_readable
+from planner.capture.signature import is_plain
 
 _PATTERNS = (
     (r"(?P<source>.+) == (?P<planned>.+)", "{name} was {planned} when the step was planned, and is {now} now"),
@@ -17,6 +18,10 @@ _PATTERNS = (
     (
         r"not ___dict_contains\('(?P<planned>\w+)', (?P<source>.+)\.__dict__\)",
         "{name}.{planned} was set since the step was planned",
+    ),
+    (
+        r"___check_obj_id\((?P<source>.+), \d+\), type=<class '(?P<planned>.+)'>",
+        "{name} was another {planned} when the step was planned, and is {now} now",
     ),
     (r"not (?P<source>.+)\.(?P<planned>_\w*hooks\w*)", "hooks of {name} were added since the step was planned"),
     (
@@ -40,6 +45,13 @@ _PATTERNS = (
         r"(?P<source>[LG]\[.+) is (?P<planned>[LG]\[.+)",
         "{name} and {planned} were one object when the step was planned (tied weights, say), and are two now",
     ),
+)
+
+_OF_VALUES = (
+    r"(?P<source>.+) (?:==|is) .+",
+    r"___check_type_id\((?P<source>.+), \d+\), type=<class '(?:int|float|bool|numpy.float64|str|tuple|NoneType)'>",
+    r"___check_obj_id\((?P<source>.+), \d+\), type=<.+>",  # of a member of an enumeration
+    r"not ___dict_contains\('(?P<name>\w+)', (?P<source>.+)\.__dict__\)",
 )
 
 
@@ -94,14 +106,13 @@ def is_mode(part: str) -> bool:
     return get_code(part).split(" == ")[0].endswith(".training")
 
 
-def is_number(part: str, local: Scope, scope: Scope) -> bool:
-    """Return True if the guard `part` is about a value that was a number or a flag, and is one now; a mode is none."""
-    found = re.fullmatch(r"(?P<source>.+) (?:==|is) (?P<planned>[-+\w.()]+)", get_code(part)) or re.fullmatch(
-        r"___check_type_id\((?P<source>.+), \d+\), type=<class '(?P<planned>int|float|bool|numpy.float64)'>", get_code(part)
-    )
-    if found is None or is_mode(part) or found["source"].startswith("len(") or found["planned"] == "None":
+def is_followed_value(part: str, local: Scope, scope: Scope) -> bool:
+    """Return True if the guard `part` is about a value that a step follows (``is_plain``), except a mode."""
+    code = get_code(part)
+    found = next(filter(None, (re.fullmatch(pattern, code, re.DOTALL) for pattern in _OF_VALUES)), None)
+    if found is None or is_mode(part) or found["source"].startswith(("len(", "str(")):
         return False
-    return isinstance(_get_value(found["source"], local, scope), int | float)
+    return is_plain(_get_value(".".join(filter(None, (found["source"], found.groupdict().get("name")))), local, scope))
 
 
 def is_failing(part: str, local: Scope, scope: Scope) -> bool:

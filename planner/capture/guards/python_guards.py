@@ -22,7 +22,7 @@ from torch import nn
 
 from graphs.errors import MismatchError, NumberMismatchError
 from planner.capture.frontend.later_calls import LaterCall, make_calls
-from planner.capture.guards.messages import explain, get_code, is_failing, is_mode, is_number
+from planner.capture.guards.messages import explain, get_code, is_failing, is_followed_value, is_mode
 from planner.capture.guards.names import Scope, build_accessor, is_of_torch, make_readable
 from planner.capture.guards.replaced_names import Frames, Replaceable, find_replaceable, needs_layout
 from planner.capture.program.numbers import StepNumbers
@@ -177,7 +177,7 @@ class PythonGuards:
     def find_changed_numbers(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> set[str]:
         """Return the names of the numbers whose guards fail, as Dynamo writes them."""
         local = {"self": step, "args": args, "kwargs": kwargs}
-        numbers = [part for part in self.parts if is_number(part, local, self.scope)]
+        numbers = [part for part in self.parts if is_followed_value(part, local, self.scope)]
         return {part.partition(" == ")[0] for part in numbers if " == " in part and is_failing(part, local, self.scope)}
 
     def find_unread(self, batch: Batch) -> set[int]:
@@ -197,7 +197,7 @@ class PythonGuards:
         if parts and is_mode(parts[0]):
             mode = "train" if "== True" in get_code(parts[0]) else "eval"
             return MismatchError(f"{why}{where}", f". {OTHER_MODE.format(mode=mode)}")
-        kind = NumberMismatchError if parts and is_number(parts[0], local, self.scope) else MismatchError
+        kind = NumberMismatchError if parts and is_followed_value(parts[0], local, self.scope) else MismatchError
         return kind(f"{why}{where}", f": the plan depends on it; {WAYS_OUT}")
 
 
@@ -272,8 +272,6 @@ def _is_relevant(guard: private.Guard) -> bool:
         return False
     if name.startswith(("L['args']", "L['kwargs']")):
         return kind in _OF_ARGUMENTS
-    if kind == "DUPLICATE_INPUT":  # modules often have several names
-        return "._modules[" in name or name.startswith("L[")
     return not is_of_torch(name)
 
 
@@ -288,7 +286,9 @@ def _iterate_external_values(sources: Iterable[str], step: nn.Module, local: Sco
         value = find(local, scope)
         if isinstance(value, torch.Tensor) and is_sparse(value):
             yield ExternalValue(name, partial(_get_part_addresses, find), get_part_addresses(value))
-        elif isinstance(value, torch.Tensor | torch.Generator | np.ndarray | np.generic) and id(value) not in registered:
+        elif isinstance(value, torch.Tensor | torch.Generator | np.ndarray | np.generic) and not (
+            isinstance(value, float) or id(value) in registered  # an np.float64 is read as a float
+        ):
             yield ExternalValue(name, find, value)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +107,8 @@ def test_numbers_of_numpy_are_followed_and_round_as_in_eager(dtype: torch.dtype)
     settings.weight = np.cos(settings.weight)
     with pytest.warns(UserWarning, match="captured again: settings.weight was np.float64"):
         compare()
+    settings.weight = np.cos(settings.weight)
+    compare()
 
 
 def test_a_numpy_number_that_is_no_float_of_python_is_refused_with_a_way_out() -> None:
@@ -125,6 +128,51 @@ def test_a_number_that_chooses_a_branch_is_planned_for_once(monkeypatch: pytest.
     monkeypatch.setattr(Compiler, "capture", None)
     for gated in (False, True, False):
         twins.compare(gated=gated)
+
+
+class Kind(Enum):
+    """How a loss is computed."""
+
+    SUM = "sum"
+    MEAN = "mean"
+
+
+class Schedule:
+    """Values that choose ops, first those of the class."""
+
+    count, kind, text, pair, scale = 0, Kind.SUM, "plain", (1, 0.5), None
+
+    @property
+    def weight(self) -> float:
+        return min(1.0, (self.count + 1) / 4)
+
+
+@pytest.mark.filterwarnings("ignore:(captured|planned) again")
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("count", [1, 2, 0]),
+        ("kind", [Kind.MEAN, Kind.SUM, Kind.MEAN]),
+        ("text", ["double", "plain"]),
+        ("pair", [(2, 0.5), (2, 0.25)]),
+        ("scale", [0.5, 0.25, None]),
+    ],
+)
+def test_values_that_are_no_numbers_are_followed(name: str, values: list[Any]) -> None:
+    torch.manual_seed(0)
+    planned, schedule = nn.Linear(24, 3), Schedule()
+    eager, batch = deepcopy(planned), (torch.randn(8, 24), torch.randn(8, 3))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found = (output * schedule.weight - target).square() * schedule.pair[1]
+        found = found.sum() if schedule.kind is Kind.SUM else found.mean()
+        found = found * 2 if schedule.text == "double" else found
+        return found if schedule.scale is None else found * schedule.scale
+
+    step = planner.compile(planned, loss, batch, budget="1MB", compare_eager=False)
+    for value in values:
+        setattr(schedule, name, value)
+        assert torch.equal(step(*batch), loss(eager(batch[0]), batch[1]))
 
 
 def test_numbers_change_while_smaller_batches_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,9 +46,16 @@ def assert_exact(model: nn.Module, x: Tensor, entry: Entry) -> None:
 
 @pytest.mark.parametrize("entry", [compiled, pytest.param(checkpointed, marks=pytest.mark.slow), as_backend])
 @pytest.mark.parametrize(
-    ("dtype", "p"), [(torch.bfloat16, 0.1), pytest.param(torch.float16, 0.1, marks=pytest.mark.slow), (torch.bfloat16, 1.0)]
+    ("dtype", "p"),
+    [
+        (torch.float32, 0.15),
+        (torch.float32, 0.45),
+        (torch.bfloat16, 0.1),
+        pytest.param(torch.float16, 0.1, marks=pytest.mark.slow),
+        (torch.bfloat16, 1.0),
+    ],
 )
-def test_dropout_in_half_precision(dtype: torch.dtype, p: float, entry: Entry) -> None:
+def test_dropout_rounds_as_in_eager_mode(dtype: torch.dtype, p: float, entry: Entry) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(p), nn.Linear(64, 1)).to(dtype)
     assert_exact(model, torch.randn(32, 16, dtype=dtype), entry)

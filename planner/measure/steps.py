@@ -80,11 +80,13 @@ def turn_times(
     parameters: Sequence[nn.Parameter],
     repeats: int,
     warm_up: bool = True,
+    prepare: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
     """Return the seconds of forward and backward passes of each step; the steps take turns.
 
     Args:
         warm_up: True for a turn before, which is not timed.
+        prepare: called before each step.
     """
     device, batch = parameters[0].device, detach_batch(batch)
     inputs = [leaf for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor)]
@@ -94,6 +96,7 @@ def turn_times(
             for name, step in steps.items():
                 for tensor in (*parameters, *inputs):
                     tensor.grad = None
+                prepare()
                 wait_for_device(device)
                 start = time.perf_counter()
                 run_both(step, batch)

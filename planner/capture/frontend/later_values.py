@@ -270,7 +270,11 @@ class LaterValues:
         records = any(recorded for _, recorded in sets) or bool(self.calls)
         for effect, recorded in sets:
             is_input = not effect.names.isdisjoint(self.inputs)
-            if not (recorded or (records and effect.is_number)) or (effect.names & self._needed and not is_input):
+            if not (recorded or (records and effect.is_number)):
+                continue
+            if effect.names & self._needed and not is_input:
+                if self.has_later(effect.value) and effect.read(output.local_scope, output.global_scope) is None:
+                    self._set(output, effect)  # a branch has read that it is not set yet; another capture follows what it is
                 continue
             if effect.attribute is None or (effect.is_read(guarded) and not is_input and not effect.names & self._read.keys()):
                 self._read_later(effect.names)

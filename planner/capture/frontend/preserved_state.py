@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from planner.capture.frontend.fake_execution import mute_output
-from planner.capture.frontend.python_state import PythonState
+from planner.capture.frontend.python_state import CreatedObjects, PythonState
 from planner.capture.frontend.random_states import RandomStates, preserve_random_states
 from planner.capture.rewrites.outputs import get_storage, list_tensors
 from planner.capture.signature import Batch, call, list_leaves
@@ -20,8 +20,12 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @contextmanager
-def preserve_training_state(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+def preserve_training_state(
+    step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] = ()
+) -> Iterator[Callable[[], None]]:
     """Restore all at the end, after errors too: tensors, gradients, random states, and the content of Python objects.
+
+    It yields the function that restores Python objects, for several steps inside.
 
     What the step prints is dropped. Inside, hooks of parameters and of tensors of the batch are disabled: an optimizer may step
     there. Hooks of modules stay, since they may be part of what is computed.
@@ -32,24 +36,24 @@ def preserve_training_state(step: nn.Module, batch: Batch, *, written: Iterable[
         written: tensors that the step writes, apart from buffers, the batch, and other tensors that modules hold.
     """
     tensors = (*step.parameters(), *list_tensors(list_leaves(batch)))
-    with preserve_state(step, batch, written=written), mute_output(), ExitStack() as stack:
+    with preserve_state(step, batch, written=written) as restore, mute_output(), ExitStack() as stack:
         for tensor in {id(t): t for t in tensors if t.is_leaf}.values():
             stack.callback(setattr, tensor, "grad", tensor.grad)
             for name in _HOOKS:
                 if hooks := getattr(tensor, name):
                     stack.callback(setattr, tensor, name, hooks)
                     setattr(tensor, name, None)
-        yield
+        yield restore
 
 
 @contextmanager
-def preserve_state(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+def preserve_state(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] = ()) -> Iterator[Callable[[], None]]:
     """Do as ``preserve_training_state`` where no backward pass runs: gradients are not restored, hooks stay in place."""
     state = PythonState(_list_roots(step, batch))
     with ExitStack() as stack:
         stack.callback(state.restore)
         stack.enter_context(_preserve_tensors(step, batch, state, written))
-        yield
+        yield state.restore
 
 
 def initialize_lazy_layers(step: nn.Module, batch: Batch) -> None:
@@ -76,8 +80,9 @@ def make_first_call(step: nn.Module, batch: Batch) -> Callable[[], None] | None:
         begun = RandomStates(_list_gpus())
         first = stack.enter_context(UndoWrites())
         try:
-            with _preserve_lazy_buffers(lazy, stack):
+            with _preserve_lazy_buffers(lazy, stack), CreatedObjects() as created:
                 call(step, batch)
+            before.add(created)
             drawn, after_first = RandomStates(_list_gpus()), PythonState(_list_roots(step, batch))
             settled = [(tensor, tensor.clone()) for tensor in (*_iterate_held_tensors(step), *map(_view_whole, first.written))]
             begun.restore()

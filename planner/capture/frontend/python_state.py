@@ -1,11 +1,12 @@
 """Snapshots of the Python objects that a training step can change, to restore them."""
 
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -36,6 +37,12 @@ class PythonState:
             if id(found) not in self._seen and not isinstance(found, str | int | float | bytes | type | None):
                 self._seen[id(found)] = found
                 waiting.extend(self._visit(found))
+
+    def add(self, created: "CreatedObjects") -> None:
+        """Take what objects began with that were made after the snapshot as their values in it."""
+        for _, containers in created.found.values():
+            for found, content in containers:
+                self._seen[id(found)], self._contents[id(found)] = found, content
 
     def restore(self) -> None:
         """Restore the values of the snapshot."""
@@ -112,6 +119,38 @@ class PythonState:
                 value = function.__globals__[name]
                 self._variables.append((partial(function.__globals__.__setitem__, name), value))
                 yield value
+
+
+class CreatedObjects(AbstractContextManager["CreatedObjects"]):
+    """The user's own objects that are made while it is entered and still live, such as meters that fill a ``defaultdict``.
+
+    Attributes:
+        found: by the id of each a reference to it, and its attributes and containers with what they held after ``__init__``.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[weakref.ref[Any], list[tuple[Any, Any]]]] = {}
+
+    def __enter__(self) -> "CreatedObjects":
+        self._outer = sys.getprofile()
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(self._outer)
+
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "return" and code.co_name == "__init__" and code.co_varnames and is_own(frame.f_globals.get("__name__")):
+            made = frame.f_locals.get(code.co_varnames[0])
+            attributes = getattr(made, "__dict__", {})
+            containers = [each for each in (attributes, *attributes.values()) if isinstance(each, dict | list | deque | set)]
+            with suppress(TypeError):  # it takes no weak references
+                reference = weakref.ref(made, partial(self._forget, id(made)))
+                self.found[id(made)] = reference, [(each, _copy_content(each)) for each in containers]
+
+    def _forget(self, place: int, _: object) -> None:
+        self.found.pop(place, None)
 
 
 def is_own(module: str | None) -> bool:

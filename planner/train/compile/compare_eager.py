@@ -96,9 +96,10 @@ def compare_with_eager(
         own_error = plain.compute_gradient_error(again) if plain.list_differences(again) else None
     lossy = plan is not None and plan.gradient_error is not None
     unexplained = bool(names) and not allowed and own_error is None and together.is_alone
-    with preserve_training_state(step, batch, written=written):
+    with preserve_training_state(step, batch, written=written) as restore:
         steps = {"plain": Isolated(reference, step, batch), "planned": Isolated(planned, step, batch)}
-        time_s, ratio, spread = _compare_times(steps, step, batch, together)
+        turn = partial(turn_times, steps, batch, parameters=list(step.parameters()), warm_up=False, prepare=restore)
+        time_s, ratio, spread = _compare_times(turn, together)
         peak_bytes = measure_peak(captured, reference, step, batch).peak_bytes
     return EagerComparison(
         differences=tuple(plain.compute_difference(name, found) for name in names),
@@ -154,17 +155,14 @@ def _warn_dearer(kept: str, plain: str, *, why: str) -> None:
     warn_caller(f"the captured step takes {kept} without recomputation, and {plain}: {why}", EagerWarning)
 
 
-def _compare_times(
-    steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch, together: SingleProcess
-) -> tuple[float, float, float]:
+def _compare_times(turn: Callable[..., dict[str, list[float]]], together: SingleProcess) -> tuple[float, float, float]:
     """Return the seconds of a plain step, the ratio of a planned step to it, and the spread of that ratio.
 
     Both have run before. A turn that takes all the time there is for turns counts; otherwise it was a warm-up.
     """
-    parameters = list(step.parameters())
-    found = turn_times(steps, batch, parameters=parameters, repeats=1, warm_up=False)
+    found = turn(repeats=1)
     if (turns := min(together.gather(min(_MOST_TURNS, int(_TURNS_S / sum(map(sum, found.values()))))))) > 0:
-        found = turn_times(steps, batch, parameters=parameters, repeats=turns, warm_up=False)
+        found = turn(repeats=turns)
     return median(found["plain"]), *compute_ratio(found["planned"], found["plain"])
 
 

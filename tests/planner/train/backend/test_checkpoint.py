@@ -117,6 +117,16 @@ def test_a_language_model_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(map(torch.equal, *ends))
 
 
+def test_hooks_that_come_later_are_called() -> None:
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    planned, x = planner.checkpoint(copy.deepcopy(eager), budget="100%", on_progress=False), torch.randn(4, 8)
+    assert torch.equal(planned(x), eager(x))
+    for model in (planned, eager):
+        model[1].register_forward_hook(lambda _module, _inputs, output: 0.5 * output)
+    assert torch.equal(planned(x), eager(x))
+
+
 def test_evaluation_is_not_planned(solves: list[int]) -> None:
     model = planner.checkpoint(small(), budget="1GB").eval()
     with torch.no_grad():

@@ -389,6 +389,43 @@ def test_a_capture_that_fails_records_nothing() -> None:
         tracker.step, tracker.epoch = i + 1, (i + 1) / 6
 
 
+class Average:
+    """A meter."""
+
+    def __init__(self) -> None:
+        self.total, self.count, self.last = 0.0, 0, deque[float](maxlen=2)
+
+    def update(self, value: float) -> None:
+        self.total, self.count = self.total + value, self.count + 1
+        self.last.append(value)
+
+
+def meter(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    model.meters["loss"].update(loss.item())
+    return loss
+
+
+def smooth(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    model.text = loss.item() if not model.text else 0.9 * model.text + 0.1 * loss.item()
+    return loss
+
+
+@pytest.mark.filterwarnings("ignore:(captured|planned) again", "ignore:.*set by the first step")
+@pytest.mark.parametrize("note", [meter, smooth])
+def test_what_the_first_step_makes_to_record_in_begins_empty(note: Forward) -> None:
+    torch.manual_seed(0)
+    eager, batches = Noting(note), [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(4)]
+    eager.meters, eager.text = defaultdict(Average), None
+    model = copy.deepcopy(eager)
+    step = planner.compile(model, None, batches[0], budget="100%", wait=0.1, on_progress=False)
+    for batch in batches:
+        for one, run in ((model, step), (eager, eager)):
+            run(*batch).backward()
+            one.zero_grad()
+    assert model.text == eager.text
+    assert [vars(each) for each in model.meters.values()] == [vars(each) for each in eager.meters.values()]
+
+
 def write_by_method(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     model.held.add_(loss.detach())
     return loss

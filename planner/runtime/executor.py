@@ -41,6 +41,7 @@ from planner.runtime.eager_block import check_no_block
 from planner.runtime.earlier_gradients import EarlierGradients
 from planner.runtime.libraries import library_users, warm_up_libraries
 from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
+from planner.runtime.saved_hooks import warn_of_saved_hooks
 from planner.runtime.sharding import Unsharded
 from planner.runtime.slab_addresses import predict_step
 from planner.runtime.transfers.channels import HostChannels
@@ -253,6 +254,7 @@ class Executor:
         Raises:
             BudgetError: gradients of an earlier step would take it over the budget; so may ``backward()``.
         """
+        warn_of_saved_hooks()
         static = self.program.gather(self.training_step, leaves)
         numbers = leaves[len(leaves) - self.program.numbers :]
         static += numbers

@@ -44,6 +44,12 @@ class _Recomputed(WeakKeyDictionary[Any, Any]):
         return facts if self.is_compared else self._unpack(packed)
 
 
+def get_saved_hooks() -> Hooks | None:
+    """Return the innermost hooks on saved tensors."""
+    found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
+
 @contextmanager
 def pack_recomputed(wanted: Callable[[Hooks], bool]) -> Iterator[None]:
     """Let hooks on saved tensors that are `wanted` pack what checkpoints recompute, where they are the innermost hooks."""
@@ -58,7 +64,7 @@ def pack_recomputed(wanted: Callable[[Hooks], bool]) -> Iterator[None]:
 def _pack_in(wanted: Callable[[Hooks], bool], init: Callable[..., None], own: Any, find_frame: Any, group: Any) -> None:
     """Initialize the hooks `own` of a recomputation, with a hook around it."""
     init(own, find_frame, group)
-    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = get_saved_hooks()
     recomputed = find_frame().recomputed
     if hooks is None or not wanted(hooks) or group in recomputed:
         return

@@ -31,6 +31,7 @@ from planner.runtime.changed_inputs import ChangedInputs, Input, keep_copies
 from planner.runtime.code import compile_schedule
 from planner.runtime.devices import Devices
 from planner.runtime.out_of_memory import PlannedMemory
+from planner.runtime.saved_hooks import warn_of_saved_hooks
 from planner.runtime.step_lines import StepLines
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.undo import Rollback
@@ -242,6 +243,7 @@ class PlannedGraph:
 
     def forward(self, args: list[Any]) -> list[Any]:
         """Run the forward pass for AOTAutograd; `args` is emptied."""
+        warn_of_saved_hooks()
         seen = None if self.watch is None else self.watch(args)
         number = len(self._passes) - 1
         with self._describe_memory(number).report_errors("forward"):

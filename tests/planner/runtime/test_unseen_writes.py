@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import planner
 from graphs.errors import PlannerError
 from planner.capture.checksum import compute_checksum
+from planner.runtime import saved_hooks
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Made = tuple[nn.Module, torch.Tensor, torch.Tensor]
@@ -59,6 +61,16 @@ def test_a_write_that_autograd_does_not_see_is_found(way: Callable[..., Loss], w
     with pytest.raises(PlannerError, match=message):
         loss.backward()
     step(x, y).backward()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_that_change_saved_tensors_warn(way: Callable[..., Loss]) -> None:
+    made = make()
+    step = way(made)
+    saved_hooks._warn.cache_clear()
+    with saved_tensors_hooks(lambda t: t * 0.5, lambda t: t), pytest.warns(UserWarning, match="hooks on saved tensors"):
+        step(*made[1:])
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -410,6 +410,12 @@ def get_source_name(source: Any) -> str:
     return str(source.name if isinstance(source.name, str) else source.name())
 
 
+def get_other_name(guard: Any) -> str | None:
+    """Return the other name of a value that a guard wants to be one object under two names; None for other guards."""
+    other = getattr(guard.create_fn, "keywords", {}).get("source_b")
+    return None if other is None else get_source_name(other)
+
+
 def find_graph_breaks(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the graph breaks when Dynamo compiles and calls `function`: a line of code and a reason each."""
     found = torch._dynamo.explain(function)(*args, **kwargs)

@@ -61,6 +61,7 @@ _FIXED = {"MODULE_MATCH", "BUILTIN_MATCH"}
 # Arguments are checked by a step's signature. Guards only check shared tensors, and values inside of objects.
 _OF_ARGUMENTS = {"DUPLICATE_INPUT", "CONSTANT_MATCH", "EQUALS_MATCH"}
 _ARGUMENT = re.compile(r"L\['(?:args|kwargs)'\](?:\['[^']*'\]|\[\d+\]|\.\w+)*")
+_REGISTRY = "._registered_model_output_types"  # of Transformers, which adds to it whenever another model is imported
 _HOOKS = (
     "_global_forward_hooks",
     "_global_forward_pre_hooks",
@@ -264,11 +265,13 @@ def get_global_state() -> dict[str, object]:
 
 def _is_relevant(guard: private.Guard) -> bool:
     kind, name = guard.create_fn_name(), guard.name
+    if (other := private.get_other_name(guard)) is not None and _REGISTRY in other:
+        return False
     if kind in _AMBIENT or kind in _FIXED or name.startswith(("G['__builtins_dict__", "__import__(")):
         return False
     if name.endswith("._validate_args"):  # of distributions: it decides about errors, not about results
         return False
-    if "._registered_model_output_types" in name:  # of Transformers, which adds to it whenever another model is imported
+    if _REGISTRY in name:
         return False
     if name.startswith(("L['args']", "L['kwargs']")):
         return kind in _OF_ARGUMENTS

@@ -23,6 +23,7 @@ SEARCH_SHARE = 0.25  # share of the limit for the search of an order
 _SEARCH_LEAST = 2.0  # of the clock: least time of a search that was begun with a shorter solve
 _AGAIN, _AGAIN_LEAST = 4.0, 10.0  # time of a solve in another order: a multiple of the proof in program order, and at least
 _REFUTED = 0.1  # of the tolerance: a solve in another order ends when it could gain no more
+_TRIVIAL = 1e-9  # by which a bound is above the time of keeping everything, apart from rounding
 _PATIENCE, _PATIENCE_SHARE = 30.0, 0.25  # of the clock, and of its limit: without any schedule in an order
 
 
@@ -75,7 +76,9 @@ def _solve_in_orders(solve: Solver, request: Request) -> SolvedOrder:
         stopping = replace(
             request,
             on_progress=patience,
-            should_stop=lambda: request.is_interrupted() or search.better is not None or patience.is_over(),
+            should_stop=lambda: (
+                request.is_interrupted() or (search.better is not None and patience.is_bounded) or patience.is_over()
+            ),
         )
         first = solve_in(program, solve, stopping)
         if request.is_stopped() or not _can_gain(first.result, request):
@@ -171,9 +174,10 @@ def _solve_again(first: SolvedOrder, order: Reordering, took: float, solve: Solv
     def note(progress: SolveProgress) -> None:
         nonlocal gained
         bounds_s.append(progress.bound_s or 0.0)
-        best_s = time_s if progress.best_s is None else min(time_s, progress.best_s)
+        leads = progress.best_s is not None and progress.best_s <= time_s  # else the schedule and the bound of `first` are best
+        best_s, bound_s = (progress.best_s, progress.bound_s) if leads else (time_s, first.result.bound_s)
         gained = not is_within(time_s, best_s, request.tolerance.first)
-        request.tell(f"{progress.activity}, in another order of the ops", best_s, progress.bound_s)
+        request.tell(f"{progress.activity}, in another order of the ops", best_s, bound_s)
 
     def has_ended() -> bool:
         refuted = proved and is_within(time_s, bounds_s[-1], _REFUTED * request.tolerance.compute_at(clock.now))
@@ -203,17 +207,24 @@ class _Patience:
 
     Attributes:
         gave_up: True once it has been; that solve may still have ended with a schedule.
+        is_bounded: True if it has proved more than that no step is faster than keeping everything, or had a while for that. A
+            solve that was stopped before left its schedule, which no other order improved, with all of its overhead for a gap.
     """
 
     def __init__(self, request: Request) -> None:
         self.gave_up = False
         self._request = request
         self._until = request.clock.now + min(_PATIENCE, _PATIENCE_SHARE * request.clock.limit)
-        self._found = False
+        self._found = self._has_bound = False
 
     def __call__(self, progress: SolveProgress) -> None:
         self._found = self._found or progress.best_s is not None
+        self._has_bound = self._has_bound or (progress.bound_s or 0.0) > (1 + _TRIVIAL) * self._request.graph.time_s
         self._request.tell(progress.activity, progress.best_s, progress.bound_s)
+
+    @property
+    def is_bounded(self) -> bool:
+        return self._has_bound or self._request.clock.now > self._until
 
     def is_over(self) -> bool:
         self.gave_up = self.gave_up or (not self._found and self._request.clock.now > self._until)

@@ -270,6 +270,32 @@ def test_program_order_goes_on_if_neither_order_proves_its_schedule() -> None:
     assert found.result.status is Status.OPTIMAL and not found.order.changed
 
 
+def test_the_first_order_is_bounded_and_its_bound_stays_with_its_schedule() -> None:
+    graph, told = weight_gradients(), list[SolveProgress]()
+    known = get_solver("windows")(Request(graph, 53_000))
+    stopped: list[float] = []
+
+    def solve(request: Request) -> Result:
+        bound_s = graph.time_s
+        while not request.is_stopped() and request.clock.now < 20.0:
+            request.clock.spend(0.1)
+            if stopped:  # in another order, where little is found and much is proved
+                request.tell("bounding", 2 * known.time_s, 0.99 * known.time_s)
+            else:
+                bound_s = graph.time_s if request.clock.now < 5.0 else 0.95 * known.time_s
+                request.tell("bounding", known.time_s, bound_s)
+        stopped.append(request.clock.now)
+        if len(stopped) > 1:
+            return Result(request.graph, 53_000, Status.LIMIT, None, None, "windows", 1.0)
+        return known.map_to(status=Status.FEASIBLE, bound_s=bound_s)
+
+    assert known.time_s is not None and 0.95 * known.time_s > graph.time_s
+    request = Request(graph, 53_000, Tolerance.of(1e-3), WorkClock(100.0), told.append)
+    assert solve_in_best_order(solve, request).result.bound_s == 0.95 * known.time_s
+    assert 5.0 < stopped[0] < 6.0
+    assert {(each.best_s, each.bound_s) for each in told} == {(known.time_s, graph.time_s), (known.time_s, 0.95 * known.time_s)}
+
+
 def test_a_solve_starts_from_a_schedule_in_its_own_order() -> None:
     graph = draw_graph(6, 12)
     before, _ = list_constraints(graph)

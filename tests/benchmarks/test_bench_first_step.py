@@ -178,8 +178,3 @@ def test_layers_of_an_lstm_are_one_module_that_has_no_blocks() -> None:
     case = CASES["lstm"]
     with pytest.raises(InapplicableError, match="no blocks"):
         case.checkpointing(case.recipe.make())
-
-
-def test_committed_models_run_out_of_memory_without_a_plan() -> None:
-    trained = group_by_model(read_rows(COMMITTED / "rows.csv", FirstStepRow))
-    assert {(models.eager.status, models.planned.status) for models in trained} == {(OUT_OF_MEMORY, RAN)}

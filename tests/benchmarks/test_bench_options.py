@@ -160,8 +160,6 @@ def test_bench_options_command_resumes(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(options, "build_graph", pytest.fail)  # nothing is traced again
     options.main(words)
     assert (tmp_path / "rows.csv").read_text() == first
-    with pytest.raises(SystemExit):
-        options.main([*words, "--models", "large"])
 
 
 def test_its_models_can_be_read_and_all_options_are_asked_for() -> None:

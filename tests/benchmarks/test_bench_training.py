@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +15,11 @@ from planner.capture.workload.models import Workload, build
 from planner.measure import tracing
 from planner.measure.steps import get_loss
 from planner.plans.solve import solve
-from planner.studies.rows import read_rows
 from planner.train.compile.step import PlannedStep
 from tests.support.models.steps import mutated
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 
-COMMITTED = Path(__file__).parents[2] / "results" / "training" / "cpu"
 CPU = torch.device("cpu")
 GPT2 = partial(build, "gpt2", layers=1, width=32, heads=4, vocab=97, seq=24, batch=16)
 # The names are the bench's, the models are tiny: the second has buffers and dropout.
@@ -105,8 +102,3 @@ def test_batches_differ_and_come_again() -> None:
     assert not torch.equal(first[0], second[0])
     assert all(torch.equal(a, b) for a, b in zip(first, next(generate_batches(like, 1, seed=1)), strict=True))
     assert [(t.shape, t.dtype) for t in first] == [(t.shape, t.dtype) for t in like]
-
-
-def test_committed_loops_have_fifty_steps() -> None:
-    rows = read_rows(COMMITTED / "rows.csv", TrainingRow)
-    assert {(model, len(pair.planned)) for model, pair in group_pairs(rows).items()} == {("gpt2", 50), ("resnet50", 50)}

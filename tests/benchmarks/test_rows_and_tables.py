@@ -73,6 +73,7 @@ PROMISES = {
         f"{OURS} or bits == 'identical'",
     ),
     "eager": (WITHIN, "exact == True"),
+    "first_step": ("way != 'eager' or status == 'out of memory'", "way != 'planned' or status == 'ran'"),
     "offload": (WITHIN, NO_BETTER),
     "options": (WITHIN, NO_BETTER),
     "sharded": ("identical", "planned_peak_bytes == measured_peak_bytes", "measured_peak_bytes <= peak_bytes"),

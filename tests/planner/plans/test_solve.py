@@ -1,9 +1,7 @@
 """From a graph and a budget to a plan: what is passed on, and what is refused."""
 
 import re
-import sys
 import time
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +28,12 @@ from planner.settings.counted_memory import CountedMemory
 from planner.show.report.describe import plan_text
 from solvers.clock import Clock, WallClock, measure_rest
 from solvers.order.reorder import Reordering, find_order
-from solvers.registry import SOLVERS, Entry, get_solver
+from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import WIDENING, Tolerance
 from tests.support.graphs.options import on_devices
+from tests.support.solvers.answers import script_solver
 
 
 @pytest.fixture
@@ -181,10 +180,7 @@ def test_options_and_callbacks_reach_the_solver(graph: Graph, monkeypatch: pytes
         request.tell("failing", None, None)
         return Result(request.graph, request.budget_bytes, Status.ERROR, None, None, "failing", 1.0, message="out of luck")
 
-    module = types.ModuleType("failing")
-    module.solve = solve  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "failing", module)
-    monkeypatch.setitem(SOLVERS, "failing", Entry("failing", "fails"))
+    script_solver(monkeypatch, "failing", solve)
     with pytest.raises(PlannerError, match="the solver failing failed: out of luck"):
         planner.solve(
             graph, 99, solver="failing", tolerance=0.5, time_limit_s=7, on_progress=seen.append, should_stop=lambda: True
@@ -205,8 +201,7 @@ def test_the_tolerance_reaches_the_solver(
         seen.append(request.tolerance)
         return Result(request.graph, request.budget_bytes, Status.LIMIT, None, None, "seeing", 1.0)
 
-    monkeypatch.setitem(sys.modules, "seeing", types.SimpleNamespace(solve=solve))
-    monkeypatch.setitem(SOLVERS, "seeing", Entry("seeing", "sees"))
+    script_solver(monkeypatch, "seeing", solve)
     with pytest.raises(LimitError):
         planner.solve(graph, 99, solver="seeing", **options)
     assert seen == [passed]

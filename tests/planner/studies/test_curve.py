@@ -1,8 +1,6 @@
 """Curves: monotone, judged, and the same however they are computed."""
 
 import math
-import sys
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -29,10 +27,10 @@ from planner.studies.frontier import Frontier, Turn, Turns, divide_evenly, order
 from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock
 from solvers.order.reorder import keep_program_order
-from solvers.registry import SOLVERS, Entry
 from solvers.request import Request
 from solvers.result import Result, Status
 from tests.support.cli import chain_of_six
+from tests.support.solvers.answers import script_solver
 
 
 def judged(graph: Graph, found: Curve) -> None:
@@ -186,10 +184,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, answers: Callable[[Graph, int], Re
         asked.append(request.budget_bytes)
         return answers(request.graph, request.budget_bytes)
 
-    module = types.ModuleType("scripted")
-    module.solve = solve  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "scripted", module)
-    monkeypatch.setitem(SOLVERS, "scripted", Entry("scripted", "answers as told"))
+    script_solver(monkeypatch, "scripted", solve)
     return asked
 
 

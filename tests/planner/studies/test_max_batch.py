@@ -1,8 +1,6 @@
 """The largest batch: equal to trying them all, honest about what is not known, and refused in one line."""
 
 import math
-import sys
-import types
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,10 +23,10 @@ from planner.studies.max_batch import find_largest, find_max_batch
 from planner.studies.sizes import METHODS, LargestSize, Wanted, list_samples
 from planner.studies.workload_sizes import SizedModel
 from planner.studies.workload_tracing import Tracing
-from solvers.registry import SOLVERS, Entry, get_solver
+from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
-from tests.support.solvers.answers import ask
+from tests.support.solvers.answers import ask, script_solver
 
 
 def chain(batch: int) -> Graph:
@@ -189,19 +187,12 @@ def test_a_budget_too_small_for_one_is_refused() -> None:
         find_max_batch(chain, Wanted(1500, 0.01))
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, solve: Callable[..., Result]) -> None:
-    module = types.ModuleType("scripted")
-    module.solve = solve  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "scripted", module)
-    monkeypatch.setitem(SOLVERS, "windows", Entry("scripted", "answers as told"))
-
-
 def test_undecided_batch_sizes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def solve(request: Request) -> Result:
         graph = request.graph
         return Result(graph, request.budget_bytes, Status.LIMIT, None, graph.time_s, "windows", 1.0, message="out of time")
 
-    scripted(monkeypatch, solve)
+    script_solver(monkeypatch, "windows", solve)
     answer = by_method(find_max_batch(chain, Wanted(4_000, 0.01, limit=10)))["optimal"]
     # What keeping everything fits, the optimal schedule does.
     assert (answer.size, answer.undecided) == (4, 5)

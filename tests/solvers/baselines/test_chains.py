@@ -156,13 +156,6 @@ def test_revolve_with_the_least_memory(layers: int) -> None:
 # --- rotor ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [4, 6, 9])
-def test_the_optimum_of_a_uniform_chain(layers: int) -> None:
-    graph = make_training_chain(layers)
-    times = [rotor.solve(ask(graph, budget)).time_s for budget in (3, layers, layers + 1)]
-    assert times == [2 * layers + (layers - 1) * (layers - 2) / 2, 2 * layers + 1, 2 * layers]
-
-
 @pytest.mark.parametrize("budget", range(2, 10))
 def test_the_optimum_of_a_uniform_chain_at_each_budget(budget: int) -> None:
     graph = make_training_chain(8)

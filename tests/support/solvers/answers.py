@@ -1,7 +1,9 @@
 """Requests in a line, small graphs with known optima, and what every answer must hold."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.problem import OBJECTIVE_SCALE, build_problem
+from solvers.registry import SOLVERS, Entry
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
 from solvers.tolerance import Tolerance
@@ -36,6 +39,12 @@ def ask(
 ) -> Request:
     """A request whose clock counts seconds, from now on."""
     return Request(graph, budget_bytes, Tolerance.of(tolerance), WallClock(time_limit_s), on_progress, should_stop, params)
+
+
+def script_solver(monkeypatch: pytest.MonkeyPatch, name: str, solve: Callable[[Request], Result]) -> None:
+    """Let `solve` answer for the solver `name`."""
+    monkeypatch.setitem(sys.modules, f"scripted_{name}", SimpleNamespace(solve=solve))
+    monkeypatch.setitem(SOLVERS, name, Entry(f"scripted_{name}", "answers as told"))
 
 
 TOLERANCE = 1e-3

@@ -10,7 +10,7 @@ import pytest
 from planner.capture.options import OPTIONS
 from planner.cli.main import build_parser
 from solvers.registry import SOLVERS
-from tests.support.cli import PATIENCE_S, ROOT, call, command, refused, run_python
+from tests.support.cli import PATIENCE_S, ROOT, call, command, run_python
 
 COMMANDS = ["trace", "advise", "solve", "run", "info", "doctor"]
 
@@ -35,48 +35,6 @@ def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[s
     said = call(capsys, "--version")
     assert said.code == 0
     assert f'version = "{said.out.split()[1]}"' in (ROOT / "pyproject.toml").read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["sing"], "sing"),
-        (["slove", "model.json", "--budget", "8GB"], "did you mean solve? (see planner --help)"),
-        (["solve", "model.json", "--bugdet", "8GB"], "did you mean --budget? (see planner solve --help)"),
-        (["solve", "model.json", "--budget=8GB", "--tollerance=1%"], "arguments: --tollerance=1%: did you mean --tolerance?"),
-        (["solv", "model.json", "--budget", "8GB"], "did you mean solve? (see planner --help)"),
-        (["solve", "model.json", "--budget", "-5%"], "argument --budget: expected one argument: '-5%' is not above 0"),
-        (["curve", "model.json", "--jbos", "2"], "did you mean --jobs?"),
-        (["solve"], "GRAPH"),
-        (["solve", "model.json"], "--budget"),
-        (["solve", "model.json", "--budget", "8"], "has no unit: write 8GB"),
-        (["solve", "model.json", "--budget", "auto"], "there is no device here, only a graph"),
-        (["solve", "model.json", "--budget", "8GB", "--max-overhead", "10%"], "not allowed with"),
-        (["solve", "model.json", "--max-overhead", "-1"], "'-1' is not a fraction"),
-        (["advise"], "MODEL"),
-        (["advise", "zoo:mlp", "--device", "cuda", "--roofline", "h200"], "not allowed with"),
-        (
-            ["solve", "model.json", "--budget", "8GB", "--solver", "magic"],
-            "there is no solver 'magic': planner solvers lists them all",
-        ),
-        (["solve", "model.json", "--budget", "8GB", "--time-limit", "soon"], "'soon' is not a time above 0"),
-        (["solve", "model.json", "--budget", "8GB", "--work-limit", "0"], "'0' is not a number above 0"),
-        (["solve", "model.json", "--budget", "8GB", "--work-limit", "9", "--time-limit", "9"], "not allowed with"),
-        (["solve", "model.json", "--budget", "8GB", "--tolerance", "-x"], "expected one argument"),
-        (["solve", "model.json", "--budget", "8GB", "--tolerance", "-1"], "'-1' is not a fraction"),
-        (["trace", "zoo:mlp"], "-o/--output"),
-        (["trace", "mlp", "-o", "x"], "zoo:NAME or path/to/file.py:function"),
-        (["trace", "zoo:mlp", "-o", "x", "--device", "tpu"], "tpu"),
-        (["trace", "zoo:mlp", "-o", "x", "--device", "cuda", "--roofline", "h200"], "not allowed with"),
-        (["trace", "zoo:mlp", "-o", "x", "--passes", "0"], "'0' is not a whole number"),
-        (["run"], "PLAN"),
-        (["info"], "FILE"),
-    ],
-)
-def test_usage_errors_are_one_line_that_names_the_help(
-    arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(call(capsys, *arguments), 2, word, "--help)")
 
 
 def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.pools import COMPUTE, DEVICE, HOST
 from graphs.schedule import Compute, Free, Schedule, Step
 from solvers.problem import Problem
+from solvers.streams import get_workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,8 @@ class _PlainGraphBuilder:
         over = tuple((dict(outputs)[o], self.now[t]) for o, t in op.overwrites)
         changes = {"mutates": mutates, "recomputable": recomputable, "phase": phase, "overwrites": over, **choice}
         if op.stream != COMPUTE:
-            changes |= {"stream": COMPUTE, "time_s": 0.0, "workspace_bytes": 0}
+            lent_bytes = get_workspace_bytes(self.problem.whole.pools[0], op)
+            changes |= {"stream": COMPUTE, "time_s": 0.0, "workspace_bytes": lent_bytes}
         self.put(op, inputs, tuple(t for _, t in outputs), **changes)
         self.made.append(outputs)
         for t, of_op in outputs:

@@ -107,11 +107,6 @@ class Problem:
         return self.places.plain and not self.has_streams
 
     @property
-    def only_offloads(self) -> bool:
-        """True if there are transfers to the host and no other optional ops."""
-        return self.places.plain and bool(self.offloads)
-
-    @property
     def budget_bytes(self) -> int:
         """The budget: M plus the static bytes."""
         return self.capacity_bytes + self.graph.static_bytes

@@ -114,7 +114,7 @@ def _try_out_transfers(problem: Problem, order: Order) -> Trial:
         return Trial(order, schedule, math.inf, NOWHERE_BYTES, memory)
     simulation = simulate(problem.whole, schedule)
     trial = Trial(order, schedule, simulation.time_s, simulation.peak_bytes, memory)
-    if not problem.only_offloads:
+    if not problem.offloads:
         return trial
     return replace(trial, waits_s=tuple(found.waits_s[at] for at in issued), ends=tuple(found.ends[at] for at in issued))
 

@@ -35,8 +35,8 @@ class OffloadedOrders(Strategy):
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.only_offloads
+        """Return True if the problem has transfers to the host."""
+        return bool(problem.offloads)
 
     def step(self, limit: float) -> bool:
         """Offer such orders for about `limit`; return False."""

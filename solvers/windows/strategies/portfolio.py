@@ -27,8 +27,8 @@ class Portfolio(Strategy):
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """Return True if the problem has neither optional ops nor transfers to the host."""
-        return problem.places.plain and not problem.only_offloads
+        """Return True if the problem has no transfers to the host."""
+        return not problem.offloads
 
     def step(self, limit: float) -> bool:
         """Run the portfolio to its end; return False."""
@@ -57,8 +57,8 @@ class OffloadingPortfolio(Strategy):
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.only_offloads
+        """Return True if the problem has transfers to the host."""
+        return bool(problem.offloads)
 
     def step(self, limit: float) -> bool:
         """Run the portfolio to its end; return False."""

@@ -58,14 +58,11 @@ def advise(
     ``print`` shows the result. The step is traced, then solved for a short time at several budgets, and once with each option.
 
     Args:
-        model, loss_fn, batch, optimizer, accumulate, roofline, passes, name: as in ``planner.trace``.
+        model, loss_fn, batch, optimizer, accumulate, roofline, passes, name, on_progress: as in ``planner.trace``.
         options: options to try, each alone. None: ``offload`` and all that are found in the step; ``compress:4`` with a roofline
             only, since measuring its error takes a backward pass for each compressible tensor.
-        memory: kind of memory that budgets count, as in ``planner.solve``: by default what PyTorch's allocator reserves on CUDA,
-            and the bytes of tensors on the CPU.
-        link, host_budget: for ``offload``, as in ``planner.solve``.
+        memory, link, host_budget: as in ``planner.solve``.
         time_limit_s: for trace and analysis together; the analysis has at least 20 s.
-        on_progress: as in ``planner.trace``.
         should_stop: polled; when it returns True, the results so far are returned.
 
     Raises:

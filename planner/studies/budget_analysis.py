@@ -61,9 +61,7 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
         available_bytes: bytes that a step may use on the device, without CUDA's context; None if unknown.
         device: its name, for people.
         options: options to try, each alone; None for ``list_options_to_try``.
-        memory: kind of memory that budgets count; None: on CUDA what PyTorch's allocator reserves, on the CPU the bytes of
-            tensors.
-        link, host_budget: for options with transfers, as in ``planner.solve``.
+        memory, link, host_budget: as in ``planner.solve``.
         time_limit_s: total time limit.
         on_activity: called with each activity.
         should_stop: polled; once True, the results so far are returned.

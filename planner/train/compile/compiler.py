@@ -109,10 +109,11 @@ class Compiler:
         """
         if self.settings.arena is not None or not isinstance(self.slab, SharedSlab):
             return self
-        tight = any(self.wrapper.ranks.gather(is_memory_tight(graph, torch.device("cpu"))))
-        if tight and isinstance(budget, Overhead):
+        if not any(self.wrapper.ranks.gather(is_memory_tight(graph, torch.device("cpu")))):
+            return self
+        if isinstance(budget, Overhead):
             return replace(self, settings=self.settings.leave_arena("max_overhead= plans no addresses, budget= does"))
-        return replace(self, settings=replace(self.settings, arena=tight), chose_arena=tight)
+        return replace(self, settings=replace(self.settings, arena=True), chose_arena=True)
 
     def plan_at_once(self) -> "Compiler":
         """Return a compiler of steps that run soon: if a better plan may replace it, by the first that fits, timed once."""
@@ -134,7 +135,10 @@ class Compiler:
         Raises:
             InfeasibleError, LimitError, BudgetError: as ``solve``.
         """
-        return self.plan(self.profile(captured, batch), batch, budget)
+        profiled = self.profile(captured, batch)
+        # Some sizes are known from the profile only: those of workspaces that oneDNN's LSTM keeps for its backward pass.
+        compiler = self.choose_arena(profiled.graph, budget) if self.wrapper.ranks.is_alone else self
+        return compiler.plan(profiled, batch, budget)
 
     def plan(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
         """Return the fastest step on `batch` within the budget; `captured` is profiled."""

@@ -21,7 +21,7 @@ from planner.plans.search import StepSearch
 from planner.progress.stages import StageReport
 from planner.runtime import arena_allocator
 from planner.settings.budget import Budget
-from planner.train.compile import improvement
+from planner.train.compile import compiler, improvement
 from tests.support.budgets import between
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
@@ -99,6 +99,15 @@ def test_steps_run_in_an_arena_where_memory_is_tight(share: float, free: Callabl
     assert plan.arena_bytes is not None and plan.outside_arena_bytes is not None
     assert plan.measured_peak_bytes == plan.graph.static_bytes + plan.arena_bytes + plan.outside_arena_bytes
     assert plan.measured_peak_bytes <= plan.budget_bytes
+
+
+def test_sizes_that_are_known_once_measured_count(free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    free(NONE_FITS)
+    monkeypatch.setattr(compiler, "is_memory_tight", lambda graph, device: graph.provenance.get("times") == "measured")
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    assert step.plan.arena
+    assert_trains_as_eager(model, batch, step)
 
 
 def test_steps_run_in_no_arena_where_there_is_room_or_it_is_not_wanted(free: Callable[[float], None]) -> None:

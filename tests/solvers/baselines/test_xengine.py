@@ -66,23 +66,8 @@ def test_its_optimum_is_that_of_its_class(stay: bool) -> None:
         assert result.time_s is not None and result.time_s <= sum(times) + CLOSE
         seen["placed"] += any(graph.ops[op].replaces for op in result.schedule.computed)
         seen["three devices"] += len(graph.pools) == 3
-    assert min(seen[what] for what in ("infeasible", "placed", "three devices")) >= 4, seen
-
-
-def test_recomputation_on_either_device_matches_brute_force() -> None:
-    recomputed = 0
-    for copied_bytes_per_s in (0.5, 8.0):
-        for capacity_bytes in (3, 4, 7, None):
-            draft = Draft()
-            (a,) = draft.add_op("a", [], [4], time_s=2.0)
-            (b,) = draft.add_op("b", [], [1], time_s=4.0, workspace_bytes=4)
-            (c,) = draft.add_op("c", [a, b], [1], time_s=2.0)
-            graph = on_devices(draft.build_graph([c]), OtherDevice("second", (3.0, 5.0, 9.0), copied_bytes_per_s, capacity_bytes))
-            for budget in range(4, 11):
-                expected, result = fastest_serial(graph, budget), solved(graph, budget)
-                assert sum_of(result) == (None if expected is None else pytest.approx(expected, abs=CLOSE))
-                recomputed += result.schedule is not None and 0 in result.schedule.computed[1:]
-    assert recomputed >= 3
+        seen["recomputed"] += len(set(result.schedule.computed)) < len(result.schedule.computed)
+    assert min(seen[what] for what in ("infeasible", "placed", "three devices", "recomputed")) >= 4, seen
 
 
 def test_the_makespan_is_no_more_than_the_serial_one_and_that_of_all_schedules() -> None:
@@ -122,16 +107,6 @@ def test_the_clocks_of_the_program_are_those_of_the_judge() -> None:
     assert compared >= 8
 
 
-def test_devices_work_side_by_side() -> None:
-    graph = two_branches()
-    serial, result = solved(graph, 100), overlapped(graph, 100)
-    # One after the other nothing is gained by a copy; side by side the second branch is there 4.5 s after the beginning.
-    assert (sum_of(serial), serial.time_s, serial.bound_s) == (9.0, 9.0, None)
-    assert (result.time_s, result.status) == (5.5, Status.OPTIMAL)
-    assert result.settings["serial_s"] == 9.0
-    assert sum("copy" in name for name in names(graph, result)) == 1
-
-
 def test_where_each_op_runs_once_only_its_device_is_chosen() -> None:
     compared = 0
     for seed in range(8):
@@ -164,19 +139,6 @@ def test_faster_device_runs_all_ops_and_kept_outputs_return() -> None:
     assert names(graph, stay) == ["copy_weight_device_to_second", "a@second", "b@second", "copy_b_second_to_device"]
     # The weight, its copy and two tensors do not fit both memories any other way.
     assert stay.peak_bytes == 8
-
-
-def test_copied_tensors_count_against_device_capacity() -> None:
-    draft = Draft()
-    (a,) = draft.add_op("a", [], [4], time_s=1.0)
-    (b,) = draft.add_op("b", [a], [4], time_s=10.0)
-    (c,) = draft.add_op("c", [b], [1], time_s=1.0)
-
-    def times(capacity_bytes: int) -> float | None:
-        other = OtherDevice("second", (None, 1.0, None), 4.0, capacity_bytes)
-        return sum_of(solved(on_devices(draft.build_graph([c]), other), 100))
-
-    assert (times(8), times(7)) == (5.0, 12.0)
 
 
 @pytest.mark.parametrize("graph", [diamond(), make_training_chain(4), draw_training_step(3, 3)], ids=["diamond", "chain", "step"])

@@ -10,6 +10,7 @@ first batch (ActNorm) was then undone, and its flag kept. Known weaknesses: list
 refused, numbers are followed (``symbolic_numbers``).
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -246,7 +247,7 @@ def list_effects(effects: SideEffects) -> list[Effect]:
             ]
         else:
             found.append(Effect(owner, None, where, value=variable))
-    return [effect for effect in found if effect.owner.startswith(("L[", "G["))]
+    return [effect for effect in found if re.match(r"(\w+\()*[LG]\[", effect.owner)]
 
 
 def _iterate_written(graph: fx.Graph) -> Iterator[Effect]:

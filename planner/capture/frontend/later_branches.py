@@ -14,6 +14,7 @@ import ast
 import builtins
 import inspect
 import linecache
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,9 +27,10 @@ from torch import nn
 
 from graphs.errors import TraceError
 from planner.capture.frontend.python_state import is_followed, is_own
+from planner.capture.guards.names import build_accessor
 from planner.torch_private.capture import GETATTR, AttrSource, CellVariable, GlobalSource, VariableTracker, get_source_name
 
-_STATEMENTS = (ast.If, ast.Assign, ast.AugAssign, ast.Expr, ast.Raise, ast.Pass)
+_STATEMENTS = (ast.If, ast.With, ast.Assign, ast.AugAssign, ast.Expr, ast.Raise, ast.Pass)
 _IN_FUNCTIONS = (*_STATEMENTS, ast.Return, ast.For, ast.AnnAssign, ast.Continue, ast.Break)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _REFUSED = (ast.Lambda, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, ast.Starred)
@@ -172,6 +174,10 @@ class RecordingBranch:
                         raise _NotRecordingError
                 case ast.Call():
                     self._check_call(node, within)
+                case ast.withitem(context_expr=context, optional_vars=name):  # of a library, such as a lock
+                    entered = None if isinstance(context, ast.Call) else type(self._evaluate(context, within))
+                    if name is not None or (entered is not None and is_followed(entered.__module__)):
+                        raise _NotRecordingError
 
     def _check_call(self, call: ast.Call, within: _Function | None) -> None:
         """Raise unless a call only records."""
@@ -253,13 +259,21 @@ class RecordingBranch:
             case ast.Name(id=name):
                 if (variable := self._find_local(name)) is None:
                     return self.translator.f_globals.get(name, getattr(builtins, name, None))
-                return vars(variable).get("value", variable)
+                return vars(variable).get("value", self._get_container(variable))
             case ast.Attribute(value=owner, attr=name):
                 found = self._evaluate(owner, within)
                 return None if found is None or isinstance(found, VariableTracker) else getattr(found, name, None)
             case ast.Constant(value=str(text)):
                 return text
         return None
+
+    def _get_container(self, variable: VariableTracker) -> Any:
+        """Return the container that a variable of the step is, as one of an enclosing function; else the variable."""
+        if variable.is_tensor() or (name := get_known_name(variable.source)) is None:
+            return variable
+        output = self.translator.output
+        found = build_accessor(name)(output.local_scope, output.global_scope)
+        return found if isinstance(found, _CONTAINERS) else variable
 
     def _find_source(self, node: ast.expr, within: _Function | None) -> Any:
         """Return the source of the object that an expression names; raise if it has none that lasts."""
@@ -314,6 +328,15 @@ class RecordingBranch:
         if isinstance(variable, CellVariable):
             variable = self.translator.output.side_effects.load_cell(variable).realize()
         return variable
+
+
+def get_known_name(source: Any) -> str | None:
+    """Return the name of the place that a variable comes from, as Dynamo writes it; None if it has none that lasts."""
+    try:
+        name = "" if source is None else get_source_name(source)
+    except NotImplementedError:
+        return None
+    return name if re.match(r"(\w+\()*(L\['self'\]|G\[)", name) else None  # dict(type(L['self']).__dict__)['forward'].__closure__
 
 
 def record_branch(values: Any, translator: Any) -> bool:

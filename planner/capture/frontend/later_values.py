@@ -30,7 +30,7 @@ from torch import fx, nn
 
 from graphs.errors import TraceError
 from planner.capture.frontend.effects import Effect, list_effects
-from planner.capture.frontend.later_branches import record_branch
+from planner.capture.frontend.later_branches import get_known_name, record_branch
 from planner.capture.frontend.later_calls import (
     Collector,
     LaterCall,
@@ -437,15 +437,6 @@ class LaterValues:
 
 class _UnknownError(Exception):
     """Raised for a value that is not known after the step."""
-
-
-def get_known_name(source: Any) -> str | None:
-    """Return the name of the place that a variable comes from, as Dynamo writes it; None if it has none that lasts."""
-    try:
-        name = "" if source is None else private.get_source_name(source)
-    except NotImplementedError:
-        return None
-    return name if name.startswith(("L['self']", "G[")) else None
 
 
 def _iterate_parts(variable: Any) -> Iterator[Any]:

@@ -164,8 +164,9 @@ def record_cuda_requests(run: Callable[[], Sequence[torch.Tensor | None]], devic
 
 
 def find_addresses(outputs: Iterable[object]) -> dict[int, int]:
-    """Return the positions of those of `outputs` that are tensors, by the addresses of their memory."""
-    return {value.untyped_storage().data_ptr(): i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor)}
+    """Return the positions of those of `outputs` that are tensors, by the addresses of their memory; zeros may have none."""
+    tensors = ((i, value) for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and not value._is_zerotensor())
+    return {value.untyped_storage().data_ptr(): i for i, value in tensors}
 
 
 def collect_requests(events: Iterable[Allocation], outputs: Mapping[int, int]) -> tuple[MemoryRequest, ...]:

@@ -59,10 +59,10 @@ def _weigh_transfers(graph: Graph) -> Graph:
 def make_option_parts(search: Search, commitments: Commitments) -> list[Part]:
     """Return graphs with smaller sets of options.
 
-    If some of several options are lossy: all lossless ones, as if there were no others, and each lossy one alone. Otherwise: the
-    program with its transfers to the host, if any; everything without transfers; and each of several options alone. An option
-    alone is searched without overwriting. If ops may run on other devices and there are other options: these without placement,
-    as if there were no others, and placement alone.
+    If some of several options are lossy: all lossless ones, as if there were no others, and each lossy one alone. Otherwise: all
+    on one stream, if there are collectives; the program with its transfers to the host, if any; everything without transfers; and
+    each of several options alone. An option alone is searched without overwriting. If ops may run on other devices and there are
+    other options: these without placement, as if there were no others, and placement alone.
     """
     whole, problem, kinds = search.problem.whole, search.problem, _Kinds.of(search.problem.whole)
     lossy, placed = kinds.several_with_lossy, kinds.has_devices_and_others(search)
@@ -74,6 +74,8 @@ def make_option_parts(search: Search, commitments: Commitments) -> list[Part]:
         here, moved = remove_placement(whole), _keep_options(problem.graph.out_of_place(), ())
         sets += [(here, commitments.lift_from(here), False), (moved, commitments.lift_from(moved), True)]
     else:
+        if problem.placed and not problem.has_devices:
+            sets.append((_weigh_transfers(whole), partial(_offer_again, search), False))
         if problem.offloads:
             sets.append((problem.graph, commitments.keep_without_offloading, False))
         program = commitments.program

@@ -79,8 +79,11 @@ def fresh_compilers() -> Iterator[None]:
 
 
 @pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """Dynamo without what it compiled before, and budgets of which no graph has taken a part."""
+def fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Dynamo without what it compiled before, and budgets of which no graph has taken a part.
+
+    What it compiled of the test's own functions is a global beside them, with the graphs and their arenas.
+    """
     import torch
 
     from planner.train.backend import backend
@@ -89,6 +92,8 @@ def fresh_compiler() -> Iterator[None]:
     backend.BUDGETS.clear()
     yield
     torch._dynamo.reset()
+    for name in [name for name in vars(request.module) if name.startswith(("__compiled_fn", "__resume_at"))]:
+        setattr(request.module, name, None)  # Dynamo itself deletes the name
 
 
 @pytest.fixture

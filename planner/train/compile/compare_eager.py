@@ -223,5 +223,5 @@ class _Results(TorchDispatchMode):
 def _compute_digest(value: torch.Tensor) -> bytes:
     """Return a digest of the dtype and the elements of `value` in order; sparse layouts are made dense first."""
     dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
-    flat = dense.cpu().contiguous().flatten().view(torch.uint8)
+    flat = dense.cpu().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)  # one row may keep its stride
     return blake2b(flat.numpy().tobytes(), key=str(value.dtype).encode(), digest_size=16).digest()

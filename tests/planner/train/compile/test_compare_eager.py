@@ -64,7 +64,7 @@ def wrong(target: torch._ops.OpOverload, instead: Callable[[torch.Tensor], torch
     torch.manual_seed(0)
     # The two halves are alike; one op of the second is exchanged.
     model = FunctionModule(
-        lambda m, x: m.last(torch.sin(m.second(torch.tanh(m.first(x))))),
+        lambda m, x: m.last(torch.sin(m.second(torch.tanh(m.first(x + x[:1, :1]))))),  # one element, whose stride is a row's
         first=nn.Linear(16, 16),
         second=nn.Linear(16, 16),
         last=nn.Linear(16, 3),

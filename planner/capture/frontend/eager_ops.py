@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from graphs.errors import TraceError
+from planner.capture.frontend.constant_tensors import compute_constant
 from planner.capture.rewrites.batch_norms import capture_batch_norms_as_eager
 from planner.capture.rewrites.layouts import record_written_strides
 from planner.capture.rewrites.prod_gradients import capture_products_as_eager
@@ -49,6 +50,9 @@ ASKING_FOR_COMPILERS = frozenset(
         "transformers.masking_utils: is_compiling",
     }
 )
+
+# Functions that tell whether a tensor may have no values to look at.
+_QUESTIONS_OF_TENSORS = {"transformers.utils.import_utils.is_tracing"}
 
 _AUTOGRAD_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
@@ -141,8 +145,21 @@ def hide_compiling(informed: Collection[str] = ()) -> Iterator[list[str]]:
     """
     asked: list[str] = []
     handlers, answer = private.TorchInGraphFunctionVariable._get_handlers(), partial(_answer, informed, asked)
-    with patch.dict(handlers, {question: bind_original(handlers[question], answer) for question in _QUESTIONS}):
+    with (
+        patch.dict(handlers, {question: bind_original(handlers[question], answer) for question in _QUESTIONS}),
+        wrap(private.InstructionTranslatorBase, "call_function", _answer_of_constant),
+    ):
         yield asked
+
+
+def _answer_of_constant(call: Any, tx: Any, function: Any, args: Any, kwargs: Any) -> None:
+    asked = getattr(function, "fn", None)
+    is_question = f"{getattr(asked, '__module__', '')}.{getattr(asked, '__name__', '')}" in _QUESTIONS_OF_TENSORS
+    tensor = args[0] if is_question and args else None
+    if isinstance(tensor, private.TensorVariable) and compute_constant(tensor.as_proxy().node) is not None:
+        tx.push(private.VariableTracker.build(tx, False))
+    else:
+        call(tx, function, args, kwargs)
 
 
 def _answer(informed: Collection[str], asked: list[str], true: Any, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:

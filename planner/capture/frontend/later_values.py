@@ -29,6 +29,7 @@ import torch
 from torch import fx, nn
 
 from graphs.errors import TraceError
+from planner.capture.frontend.constant_tensors import compute_constant
 from planner.capture.frontend.effects import Effect, list_effects
 from planner.capture.frontend.later_branches import get_known_name, record_branch
 from planner.capture.frontend.later_calls import (
@@ -533,9 +534,13 @@ def _call_and_note(values: LaterValues, call: Any, owner: Any, translator: Any, 
 def _step_or_need(values: LaterValues, step: Any, translator: Any) -> Any:
     """Follow an instruction; raise an error where it decides by a later value: Dynamo would guess."""
     position = translator.instruction_pointer
-    decides = None if position is None else _DECIDING.search(translator.instructions[position].opname)
-    if decides is not None:
+    name = "" if position is None else translator.instructions[position].opname
+    if (decides := _DECIDING.search(name)) is not None:
         top = translator.stack[-1].realize()
+        known = compute_constant(top.as_proxy().node) if top.is_tensor() and name.startswith("POP_JUMP") else None
+        if known is not None and known.numel() == 1:
+            translator.stack[-1] = private.VariableTracker.build(translator, bool(known))
+            return step(translator)
         may_be_recorded = not values._refuses and (isinstance(top, LaterVariable) or top.is_tensor())
         if may_be_recorded and record_branch(values, translator):
             return True

@@ -173,6 +173,24 @@ def test_models_without_branches_have_no_guards() -> None:
     assert capture(nn.Linear(4, 4), lambda y, x: (y - x).sum(), (torch.randn(2, 4), torch.randn(2, 4))).conditions is None
 
 
+def counted_positions(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(len(x)).expand(2, -1)
+    return x * 2 if not mask.requires_grad and (positions.diff(dim=1) == 1).all() else x
+
+
+def written_positions(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(len(x))
+    positions[0] = mask.sum()
+    return x * 2 if positions[0] > 5 else x
+
+
+@pytest.mark.parametrize(("before", "is_guarded"), [(counted_positions, False), (written_positions, True)])
+def test_branches_on_what_the_code_alone_makes_have_no_guards(before: Any, is_guarded: bool) -> None:
+    model, batch = Step(before), (torch.randn(4, 4), MASK)
+    check_three_steps(model, batch)
+    assert (capture(model, None, batch).conditions is not None) is is_guarded
+
+
 def of_activations(hidden: torch.Tensor) -> torch.Tensor:
     if hidden.isnan().any():
         return hidden * 0

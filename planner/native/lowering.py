@@ -1,7 +1,8 @@
 """Translation of a pass from its FX graph to the flat program that ``passes.cpp`` runs.
 
 The program makes the calls and the frees of the Python code, in the same order. What differs is that a view is made once, and
-lives until its base is freed: it shares the base's memory, and a pass reads most views several times.
+lives until its base is freed: it shares the base's memory, and a pass reads most views several times. What turns out to be a copy
+is freed behind its reader and made again for the next, as in Python: kept, it took up to a tenth more memory than was planned.
 
 An operator is called by its boxed kernel if all its arguments are tensors, lists of tensors and constants that its schema knows.
 Random ops are called so too, between the reads and writes of generators that ``planner.capture.program.draws`` makes, and
@@ -48,6 +49,10 @@ class Kind(IntEnum):
 
 # Functions, by the names of the operators that ``passes.cpp`` has in their place.
 _OWN: dict[object, str] = {copy_with_strides: "copy_with_strides", draw_dropout: "draw_dropout"}
+
+# Operators that return a copy where the layout of their argument has no such view.
+_aten = torch.ops.aten
+_MAY_COPY = {_aten.reshape, _aten.reshape_as, _aten.flatten, _aten.ravel, _aten.contiguous, _aten.to, _aten.type_as}
 
 # How an op draws, as ``passes.cpp`` numbers it, and the number of arguments before the op.
 _DRAWS: dict[object, tuple[int, int]] = {draw_once: (0, 0), draw_first: (1, 3), draw_again: (2, 3)}
@@ -209,10 +214,13 @@ class _Lowering:
             self._temporary.append(result)
             return result
         views, key = self._views.setdefault(root, {}), _make_key(node)
-        if key not in views:
-            result = self._new()
-            self._add(self._instruction(node, result, is_returned=False))
-            views[key] = result
+        is_first = key not in views
+        if is_first:
+            views[key] = self._new()
+        if is_first or _may_copy(node):  # which does nothing where there is a view
+            self._add(self._instruction(node, views[key], is_returned=False))
+        if _may_copy(node):
+            self._temporary.append(~views[key])
         return views[key]
 
     def _is_output(self, node: fx.Node) -> bool:
@@ -227,8 +235,8 @@ class _Lowering:
         self.nodes.append(self.line)
 
     def _end_line(self) -> None:
-        """Free the views that only the line reads."""
-        self._free(self._temporary)
+        """Free the views that only the line reads, and then copies."""
+        self._free(sorted(self._temporary, reverse=True))
         self._temporary = []
 
     def _instruction(self, node: fx.Node, result: int, *, is_returned: bool) -> Described:
@@ -344,17 +352,22 @@ def _is_constant(value: Any) -> bool:
 
 
 def _find_root(node: fx.Node) -> str | None:
-    """Return the variable that an inlined node is a view of; None if it may have memory of its own."""
+    """Return the variable that an inlined node is a view of, or perhaps a copy; None if it may be a view of a copy."""
     if not node.meta.get(INLINE):
         return get_variable(node)
     if node.target is not operator.getitem and not (isinstance(node.target, OpOverload) and _is_view(node.target)):
         return None
-    bases = {_find_root(base) for base in node.all_input_nodes}
+    bases = {None if _may_copy(base) else _find_root(base) for base in node.all_input_nodes}
     return bases.pop() if len(bases) == 1 else None
 
 
+def _may_copy(node: fx.Node) -> bool:
+    """Return True if an inlined node is a view or a copy, as its argument is laid out."""
+    return bool(node.meta.get(INLINE)) and isinstance(node.target, OpOverload) and node.target.overloadpacket in _MAY_COPY
+
+
 def _is_view(op: OpOverload) -> bool:
-    """Return True if all outputs of an operator alias its first argument, and it writes nothing."""
+    """Return True if all outputs of an operator may alias its first argument, and it writes nothing."""
     return not op._schema.is_mutable and all(returned.alias_info is not None for returned in op._schema.returns)
 
 

@@ -191,7 +191,7 @@ struct Instruction {
   std::vector<Argument> arguments; // those by name last
   py::object names; // of the arguments by name, as a tuple
   std::vector<int64_t> results; // registers; -1 for what nothing reads
-  std::vector<int64_t> freed;
+  std::vector<int64_t> freed; // the inverse of a register's number: only if it holds no view
   std::unique_ptr<FirstView> view; // of an operator that makes one of its first argument
   Draw draw = kNoDraw; // of an operator
   std::vector<Argument> drawn_from; // the saved state, the generator and the operator's own generator
@@ -364,6 +364,9 @@ class DispatchKeys {
 };
 
 void call_operator(const Instruction& instruction, Registers& registers, torch::jit::Stack& stack, bool has_modes) {
+  if (instruction.view && registers[instruction.results[0]].isTensor()) {
+    return; // made for an earlier reader
+  }
   const at::Tensor* base = nullptr;
   if (instruction.view && !has_modes) {
     base = &registers[instruction.arguments[0].index].toTensor();
@@ -524,6 +527,10 @@ void read_parameters(const Program& program, py::handle given, Registers& regist
   }
 }
 
+bool shares_memory(const IValue& value) {
+  return value.isTensor() && value.toTensor().has_storage() && value.toTensor().storage().use_count() > 1;
+}
+
 py::object run(const Program& program, py::handle given, int64_t& position) {
   Registers registers(program.registers);
   read_parameters(program, given, registers);
@@ -554,7 +561,10 @@ py::object run(const Program& program, py::handle given, int64_t& position) {
           break;
       }
       for (int64_t freed : instruction.freed) {
-        registers[freed] = IValue();
+        IValue& value = registers[freed < 0 ? ~freed : freed];
+        if (freed >= 0 || !shares_memory(value)) {
+          value = IValue();
+        }
       }
       position++;
     }

@@ -48,7 +48,21 @@ namespace {
 
 namespace py = pybind11;
 using c10::IValue;
-using Registers = std::vector<IValue>;
+// The values of a run.
+struct Registers {
+  std::vector<IValue> values;
+  std::vector<bool> is_view; // made of an instruction's first argument, whose memory it shares
+
+  explicit Registers(size_t count) : values(count), is_view(count) {}
+
+  IValue& operator[](size_t index) {
+    return values[index];
+  }
+
+  const IValue& operator[](size_t index) const {
+    return values[index];
+  }
+};
 
 // The functions of Python of the same names, of which passes may call hundreds: planner.capture.rewrites.layouts and
 // .reproducible_random describe them. As operators they are called like any other.
@@ -364,15 +378,17 @@ class DispatchKeys {
 };
 
 void call_operator(const Instruction& instruction, Registers& registers, torch::jit::Stack& stack, bool has_modes) {
-  if (instruction.view && registers[instruction.results[0]].isTensor()) {
-    return; // made for an earlier reader
-  }
   const at::Tensor* base = nullptr;
-  if (instruction.view && !has_modes) {
+  if (instruction.view) {
+    const int64_t made = instruction.results[0];
+    if (registers[made].isTensor()) {
+      return; // for an earlier reader
+    }
     base = &registers[instruction.arguments[0].index].toTensor();
     const View* view = instruction.view->get();
-    if (view != nullptr && view->is_of(*base)) {
-      registers[instruction.results[0]] = view->make(*base);
+    if (view != nullptr && !has_modes && view->is_of(*base)) {
+      registers[made] = view->make(*base);
+      registers.is_view[made] = true;
       return;
     }
   }
@@ -381,8 +397,12 @@ void call_operator(const Instruction& instruction, Registers& registers, torch::
     stack.push_back(build_value(argument, registers));
   }
   instruction.op->callBoxed(stack);
-  if (base != nullptr && View::describes(*base, stack[0].toTensor())) {
-    instruction.view->keep(*base, stack[0].toTensor());
+  if (base != nullptr) {
+    const at::Tensor& made = stack[0].toTensor();
+    registers.is_view[instruction.results[0]] = made.has_storage() && base->has_storage() && made.is_alias_of(*base);
+    if (!has_modes && View::describes(*base, made)) {
+      instruction.view->keep(*base, made);
+    }
   }
   for (size_t i = 0; i < instruction.results.size(); i++) {
     if (instruction.results[i] >= 0) {
@@ -527,10 +547,6 @@ void read_parameters(const Program& program, py::handle given, Registers& regist
   }
 }
 
-bool shares_memory(const IValue& value) {
-  return value.isTensor() && value.toTensor().has_storage() && value.toTensor().storage().use_count() > 1;
-}
-
 py::object run(const Program& program, py::handle given, int64_t& position) {
   Registers registers(program.registers);
   read_parameters(program, given, registers);
@@ -561,9 +577,9 @@ py::object run(const Program& program, py::handle given, int64_t& position) {
           break;
       }
       for (int64_t freed : instruction.freed) {
-        IValue& value = registers[freed < 0 ? ~freed : freed];
-        if (freed >= 0 || !shares_memory(value)) {
-          value = IValue();
+        const int64_t index = freed < 0 ? ~freed : freed;
+        if (freed >= 0 || !registers.is_view[index]) {
+          registers[index] = IValue();
         }
       }
       position++;

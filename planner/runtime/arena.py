@@ -91,7 +91,7 @@ class SharedSlab:
         if self.present is None or not self.present.grow(size_bytes):
             self.drop()
             release_unused(torch.device("cpu"))  # what a recorded step has freed
-            self.present = Slab(size_bytes, max(size_bytes, most_bytes))
+            self.present = Slab(size_bytes, most_bytes)
             return_blocks_beside_arena()
         self.present.keep_within(max(most_bytes, addresses.height_bytes))
         return self.present

@@ -265,13 +265,11 @@ def get_global_state() -> dict[str, object]:
 
 def _is_relevant(guard: private.Guard) -> bool:
     kind, name = guard.create_fn_name(), guard.name
-    if (other := private.get_other_name(guard)) is not None and _REGISTRY in other:
-        return False
     if kind in _AMBIENT or kind in _FIXED or name.startswith(("G['__builtins_dict__", "__import__(")):
         return False
     if name.endswith("._validate_args"):  # of distributions: it decides about errors, not about results
         return False
-    if _REGISTRY in name:
+    if _REGISTRY in name or _REGISTRY in (private.get_other_name(guard) or ""):
         return False
     if name.startswith(("L['args']", "L['kwargs']")):
         return kind in _OF_ARGUMENTS

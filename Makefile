@@ -104,7 +104,7 @@ bench-arena-training: $(STAMP) ## training in an arena and without, with several
 	$(BIN)/python -m benchmarks arena_training $(ARGS)
 
 bench-arena-models: $(STAMP) $(MODELS_STAMP) ## the models of try-models in an arena and without, into results/arena_models (ARGS='--models transformers/gpt2')
-	$(MODELS)/bin/python -m benchmarks arena_models $(ARGS)
+	$(MODELS)/bin/python -m benchmarks try_models --ways "in an arena" --out results/arena_models $(ARGS)
 
 bench-compression: $(STAMP) ## 300 steps with all that can be kept compressed in 8 and 4 bits, beside exact ones, into results/compression (ARGS='--models gpt2 --steps 100')
 	$(BIN)/python -m benchmarks compression $(ARGS)
@@ -113,8 +113,8 @@ try-models: $(STAMP) $(MODELS_STAMP) ## over 80 models of many libraries and 500
 	$(MODELS)/bin/python -m benchmarks try_models $(ARGS)
 	$(BIN)/python -m pytest -m slow tests/planner/train/compile/test_random_models.py
 
-try-entries: $(STAMP) $(MODELS_STAMP) ## these models by planner.compile, checkpoint, rematerialize and as a backend, into results/entries (ARGS='--models peft/oft-llama --entries compile,backend')
-	$(MODELS)/bin/python -m benchmarks entries $(ARGS)
+try-entries: $(STAMP) $(MODELS_STAMP) ## these models by planner.compile, checkpoint, rematerialize and as a backend, into results/entries (ARGS='--models peft/oft-llama --ways compile,backend')
+	$(MODELS)/bin/python -m benchmarks try_models --ways compile,checkpoint,backend,rematerialize --out results/entries $(ARGS)
 
 bench-operators: $(STAMP) $(MODELS_STAMP) ## the operators of PyTorch's tests, forward and backward in four types, to the last bit, into results/operators
 	$(MODELS)/bin/python -m benchmarks operators $(ARGS)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="some benchmarks
 
 RESULTS = Path(__file__).parents[2] / "results"
 NAMES = (
-    *("addresses", "arena", "arena_models", "arena_training", "compiled", "compression", "eager", "entries", "executor"),
+    *("addresses", "arena", "arena_training", "compiled", "compression", "eager", "executor"),
     *("first_step", "offload", "operators", "options", "placement", "predicted_peaks"),
     *("reserved", "resident", "sharded", "solve"),
 )
@@ -31,7 +31,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "gpu/eager": ("eager",),
     "gpu/plans": ("gpu.plans",),
     "gpu/ways": ("gpu.plans",),
-    "models": ("try_models",),
+    **dict.fromkeys(("models", "entries", "arena_models"), ("try_models",)),
     "offload/max_batch": ("offload_sizes",),
     "options/ablation": ("options", "--ablation"),
     "training": ("training", "--device", "cpu"),
@@ -140,7 +140,7 @@ LOOP = {"model": "gpt2", "loop": "planned", "step": "1"}
 REFERENCE = {"graph": "random-1-10", "solver": "checkmate", "run": "1"}
 
 BAD_ROWS = (
-    BadRow("arena_models", ARENA, {"arena_bytes": ("budget_bytes", 1)}, "by hand/mlp, in an arena: took "),
+    BadRow("arena_models", ARENA, {"peak_bytes": ("budget_bytes", 1)}, "by hand/mlp, in an arena: took "),
     BadRow("arena_models", ARENA, {"different": "3"}, "by hand/mlp, in an arena: 3 results are not eager's"),
     BadRow("arena_models", ARENA, {"status": "failed", "message": "no"}, "by hand/mlp, in an arena: no"),
     BadRow("arena_training", ADAMW, {"identical": "False"}, "vit, adamw: other bits than eager PyTorch's"),

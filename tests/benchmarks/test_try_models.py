@@ -4,7 +4,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,22 +12,29 @@ from torch import nn
 
 from benchmarks import try_models
 from benchmarks.models import handwritten
-from benchmarks.runner import build_whole_step
+from benchmarks.runner import Runner, build_whole_step
 from benchmarks.storages import LiveStorages
 from benchmarks.try_models import (
     AT_ITS_PEAK,
+    BACKEND,
+    CHECKPOINT,
     CHECKPOINTING,
+    COMPILE,
     EAGER,
+    ENTRIES,
     FAILED,
     FIRST,
+    IN_ARENA,
     MISSING,
     PLANNED,
     RAN,
     REFUSED,
+    REMATERIALIZE,
     STUDY,
     Trial,
     TriedRow,
-    iterate_rows,
+    list_failures,
+    try_model,
     try_one,
 )
 from planner.capture.workload.models import Workload
@@ -37,18 +43,47 @@ from tests.support.models.residual_blocks import blocks
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning:torch.*"), pytest.mark.usefixtures("solves_at_once")]
 
+BLANK = TriedRow(source="tests", model="tiny", way=EAGER, status=RAN)
+
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(try_models, "_LEAST_LIMIT_S", 1.0)
-    monkeypatch.setattr(try_models, "_SOLVE_LIMIT_S", 60.0)
-    monkeypatch.setattr(try_models, "_TOLERANCE", 0.5)
+    monkeypatch.setattr(try_models, "_SOLVE", {"time_limit_s": 60.0, "tolerance": 0.5})
     monkeypatch.setattr(try_models, "SHARES", (0.5,))
 
 
-def tried(make: Callable[[], Workload]) -> dict[str, TriedRow]:
-    row = TriedRow(source="tests", model="tiny", way=EAGER, status=RAN)
-    return {row.way: row for row in Trial(make, row, repeats=1).run()}
+def tried(make: Callable[[], Workload], *ways: str) -> dict[str, TriedRow]:
+    return {row.way: row for row in Trial(make, BLANK, ways=ways, repeats=1).run()}
+
+
+class Centred(nn.Module):
+    """Its centre changes between the passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.layer(x)
+        return ((out - self.centre) ** 2).mean(), out
+
+    @torch.no_grad()
+    def update_between(self, outputs: list[torch.Tensor]) -> None:
+        self.centre.copy_(outputs[-1].mean(0))
+
+
+class Reading(nn.Module):
+    """A graph break divides it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        return (hidden * (2.0 if hidden.sum().item() > 0 else 3.0)).sum()
 
 
 class Branching(nn.Module):
@@ -64,7 +99,7 @@ class Branching(nn.Module):
 
 
 def test_every_way_to_train_is_a_row() -> None:
-    rows = tried(blocks)
+    rows = tried(blocks, PLANNED, CHECKPOINTING)
     at_shares = [f"{PLANNED} at {share:.0%}" for share in try_models.SHARES]
     both = [f"{way}{which}" for way in (*at_shares, AT_ITS_PEAK) for which in (FIRST, "")]
     assert list(rows) == [EAGER, *both[:-2], CHECKPOINTING, *both[-2:]]
@@ -77,12 +112,52 @@ def test_every_way_to_train_is_a_row() -> None:
     for row in [rows[way] for way in (*at_shares, AT_ITS_PEAK)]:
         assert row.ratio is not None and row.ratio > 0
     assert rows[AT_ITS_PEAK].budget_bytes == rows[CHECKPOINTING].peak_bytes
-    assert rows[AT_ITS_PEAK].ratio_of_checkpointing is not None
+    assert rows[AT_ITS_PEAK].other_ratio is not None
     assert (rows[CHECKPOINTING].peak_bytes or 0) < (rows[EAGER].peak_bytes or 0)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
+def test_a_model_in_an_arena_and_without() -> None:
+    rows = tried(blocks, IN_ARENA)
+    assert list(rows) == [EAGER, *(f"{way}{which}" for way in (PLANNED, IN_ARENA) for which in (FIRST, ""))]
+    assert all(row.status == RAN and row.different == 0 for row in rows.values())
+    arena = rows[IN_ARENA]
+    assert arena.outside_bytes is not None and arena.arena_bytes is not None and arena.other_ratio
+    assert arena.outside_bytes < 0.1 * arena.arena_bytes
+    assert rows[PLANNED].arena_bytes is None
+    assert list(list_failures(list(rows.values()))) == []
+
+
+def test_every_entry_point_has_rows_with_bits_and_memory() -> None:
+    rows = tried(blocks, *ENTRIES)
+    shares = [f"{entry} at {share}" for entry in (COMPILE, CHECKPOINT, BACKEND) for share in ("100%", "50%")]
+    assert list(rows) == [EAGER, *shares, f"{REMATERIALIZE} at 50%"]
+    assert [(row.status, row.different) for row in rows.values()] == [(RAN, 0)] * len(rows), rows
+    assert list(list_failures(list(rows.values()))) == []
+    assert all(row.budget_bytes for way, row in rows.items() if way != EAGER)
+    for way in shares[1::2]:
+        assert (rows[way].peak_bytes or 0) < (rows[EAGER].peak_bytes or 0)
+
+
+def test_model_that_is_refused_by_one_entry_point_is_tried_by_the_others() -> None:
+    rows = tried(lambda: Workload(Reading(), None, (torch.randn(256, 16),)), COMPILE, REMATERIALIZE)
+    assert [rows[way].status for way in ("compile at 100%", "compile at 50%", "rematerialize at 50%")] == [REFUSED, REFUSED, RAN]
+
+
+def test_between_the_passes_a_model_changes_its_buffers() -> None:
+    workload = Workload(Centred(), None, (torch.randn(4, 8),))
+    runner = Runner.of_eager(workload)
+    outcome = runner.train(workload.batch)
+    assert outcome.values["buffer model.centre"].abs().sum() > 0  # type: ignore[union-attr]
+    for measure in (runner.measure_storages_bytes, runner.measure_peak_bytes):
+        workload.model.centre.zero_()
+        measure(workload.batch)
+        assert workload.model.centre.abs().sum() > 0
+
+
 def test_refused_model_is_a_row() -> None:
-    rows = tried(lambda: Workload(Branching(), None, (torch.randn(8, 4),)))
+    rows = tried(lambda: Workload(Branching(), None, (torch.randn(8, 4),)), PLANNED)
     assert list(rows) == [EAGER, PLANNED]
     assert rows[PLANNED].status == REFUSED
     assert "depends on the data" in str(rows[PLANNED].message)
@@ -97,18 +172,15 @@ def test_model_that_cannot_be_built_is_a_row(error: Exception, status: str, monk
         raise error
 
     monkeypatch.setattr(try_models, "list_sources", lambda: {"tests": {"broken": make}})
-    blank = TriedRow(source="tests", model="broken", way=EAGER, status=RAN)
-    (row,) = iterate_rows(partial(try_models.try_model, repeats=1), blank)
+    (row,) = try_model(replace(BLANK, model="broken"), ways=(PLANNED,), repeats=1)
     assert (row.status, row.message) == (status, f"{type(error).__name__}: {error}")
 
 
 def test_a_process_that_dies_or_does_not_end_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(try_models, "_LIMIT_S", 0.01)
-    (row,) = try_one("by hand/mlp", (), repeats=1)
+    (row,) = try_one("by hand/mlp", (), ways=(PLANNED,), seconds=0.01, repeats=1)
     assert (row.status, row.message) == (FAILED, "not ended after 0 s")
-    monkeypatch.setattr(try_models, "_LIMIT_S", 60.0)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    (row,) = try_one("by hand/mlp", (), repeats=1)
+    (row,) = try_one("by hand/mlp", (), ways=(PLANNED,), seconds=60.0, repeats=1)
     assert (row.status, row.message) == (FAILED, "exit code 1: it said nothing")
 
 
@@ -132,7 +204,7 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
     asked: list[str] = []
     statuses = iter((RAN, MISSING, RAN, RAN, RAN))
 
-    def try_one(name: str, known: object, *, repeats: int) -> list[TriedRow]:
+    def try_one(name: str, known: object, **_: object) -> list[TriedRow]:
         source, model = name.split("/")
         asked.append(name)
         about = {"source": source, "model": model, "way": EAGER, "status": next(statuses)}

@@ -10,6 +10,8 @@ STAMP := $(VENV)/.installed
 MODELS := .venv-models
 MODELS_STAMP := $(MODELS)/.installed
 # What pip installs without constraints.txt, as it does for users: made again each time, for one Python or another.
+# Models of `make bench-executor`.
+CPU_MODELS := cpu-gpt2,cpu-vit,cpu-unet,cpu-resnet50,cpu-resnet50-wide,cpu-mobilenet_v2,cpu-mobilenet_v2-wide
 LATEST := .venv-latest-$(notdir $(PYTHON))
 
 .PHONY: help test test-latest test-slow demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-host bench-training bench-sharded bench-first-step bench-operators try-models try-entries gpu clean
@@ -61,7 +63,7 @@ bench-compiled: $(STAMP) ## plans over Inductor's kernels beside torch.compile a
 	$(BIN)/python -m benchmarks compiled $(ARGS)
 
 bench-executor: $(STAMP) ## what the executor itself costs, against eager and torch.compile(mode="lite"), into results/executor
-	$(BIN)/python -m benchmarks executor $(ARGS)
+	$(BIN)/python -m benchmarks host --models $(CPU_MODELS) --out results/executor $(ARGS)
 
 bench-host: $(STAMP) ## what the host takes for a step whose kernels take nothing: eager, torch.compile, plans in C++ and in Python, into results/host
 	$(BIN)/python -m benchmarks host $(ARGS)
@@ -121,7 +123,7 @@ bench-operators: $(STAMP) $(MODELS_STAMP) ## the operators of PyTorch's tests, f
 
 results: bench-solve ## all under results/ but results/compiled, in about an hour (ARGS=--fresh to do all anew)
 	$(BIN)/python -m benchmarks compare $(ARGS)
-	$(BIN)/python -m benchmarks executor $(ARGS)
+	$(BIN)/python -m benchmarks host --models $(CPU_MODELS) --out results/executor $(ARGS)
 	$(BIN)/python -m benchmarks training --device cpu $(ARGS)
 	$(BIN)/python -m benchmarks first_step $(ARGS)
 	$(BIN)/python examples/demo.py

@@ -7,7 +7,6 @@ the bytes that are in use at once, which no arena can be below.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from planner.settings.budget import read_budget
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value
 from planner.studies.solves import solve_allocated
-from planner.studies.tables import Column, format_markdown, share_column
+from planner.studies.tables import Column, share_column
 from solvers.addresses.greedy import ORDERS, construct_offsets
 from solvers.addresses.instance import split_into_instances
 from solvers.addresses.solve import solve
@@ -132,5 +131,5 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"the public instances are not here and are left out: no {INSTANCES}")
     cases: dict[tuple[str, ...], Path | str] = {(path.stem.partition(".")[0],): path for path in files}
     cases |= {(model,): model for model in arguments.models if model != PUBLIC}
-    study = Study(AddressRow, run, pages={"table.md": partial(format_markdown, columns=TABLE)})
+    study = Study(AddressRow, run, pages={"table.md": TABLE})
     return carry_out(study, arguments, cases)

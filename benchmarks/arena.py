@@ -17,6 +17,7 @@ import torch
 
 import planner
 from benchmarks.command import Main, Setting, limit_threads
+from benchmarks.zoo_models import CPU_MODELS
 from graphs.units import format_bytes
 from planner.capture.options.traced import replace_graph
 from planner.capture.step import TrainingStep
@@ -32,14 +33,14 @@ from planner.settings.option_settings import apply_recorded_options
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, iterate_results
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, find_missing_keys, order_by
-from planner.studies.tables import Column, format_markdown, share_column
+from planner.studies.tables import Column, share_column
 
 MODELS = {
     "gpt2": partial(build, "gpt2", layers=4, width=64, heads=4, vocab=500, batch=8, seq=128, dropout=0),
-    "unet": partial(build, "unet", channels=8, size=96, batch=4),
+    "unet": CPU_MODELS["unet"],
     "unet-wide": partial(build, "unet", channels=16, size=96, batch=4),
-    "resnet50-wide": partial(build, "resnet50", width=16, size=64, classes=10, batch=16),
-    "mobilenet_v2": partial(build, "mobilenet_v2", multiplier=0.25, size=64, classes=10, batch=16, dropout=0),
+    "resnet50-wide": CPU_MODELS["resnet50-wide"],
+    "mobilenet_v2": CPU_MODELS["mobilenet_v2"],
 }
 _EAGER, _PLAN, _ARENA = "eager", "plan", "arena"
 BUDGETS = ("100%", "70%", "50%")
@@ -173,10 +174,6 @@ TABLE = (
 
 
 STUDY = Study(
-    ArenaRow,
-    measure,
-    whole=False,
-    order=order_by(model=MODELS, budget=BUDGETS, library=_VARIABLES),
-    pages={"table.md": partial(format_markdown, columns=TABLE)},
+    ArenaRow, measure, whole=False, order=order_by(model=MODELS, budget=BUDGETS, library=_VARIABLES), pages={"table.md": TABLE}
 )
-main = Main(STUDY, __doc__, models=MODELS, out="results/arena", settings={"repeats": Setting(20, "steps timed of each")})
+main = Main(STUDY, MODELS, settings={"repeats": Setting(20, "steps timed of each")})

@@ -28,7 +28,7 @@ from planner.runtime.executor import Executor
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, iterate_results
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
-from planner.studies.tables import Column, format_markdown
+from planner.studies.tables import Column
 from planner.train.compile.step import PlannedStep
 
 MODELS = {
@@ -239,7 +239,7 @@ STUDY = Study(
     measure,
     whole=False,
     order=order_by(model=MODELS, optimizer=OPTIMIZERS),
-    pages={"table.md": partial(format_markdown, columns=TABLE)},
+    pages={"table.md": TABLE},
     failures=list_failures,
 )
-main = Main(STUDY, __doc__, models=MODELS, out="results/arena_training", settings={"repeats": Setting(20, "steps timed of each")})
+main = Main(STUDY, MODELS, settings={"repeats": Setting(20, "steps timed of each")})

@@ -33,25 +33,27 @@ class Main:
     """The ``main`` of a benchmark whose cases are models.
 
     Attributes:
-        study: of cases that are names of `models`. Rows of ``source/model`` have these two as the first parts of their keys.
-        description, out: as for ``build_parser``.
+        study: of cases that are names of `models`. Rows of ``source/model`` have these two as the first parts of their keys. The
+            docstring of the module of its `run` is the description.
         models: the names, or a function that returns them.
+        out: as for ``build_parser``; None: the folder in ``results`` that is named like the module.
         chosen: those that are measured by default; None: all.
         say: as for ``carry_out``.
         settings: arguments of the command line that ``study.run`` takes by the same names.
     """
 
     study: Study[str, Any]
-    description: str | None
     models: Collection[str] | Callable[[], Collection[str]]
-    out: str
+    out: str | None = None
     chosen: Iterable[str] | None = None
     say: Callable[[Any], str] | None = None
     settings: Mapping[str, Setting] = field(default_factory=dict)
 
     def __call__(self, words: Sequence[str] | None = None) -> int:
         """Run the models that `words` ask for; return the exit code."""
-        parser = build_parser(self.description, self.study.row, out=self.out)
+        module = self.study.run.__module__
+        out = self.out or f"results/{module.rpartition('.')[2]}"
+        parser = build_parser(sys.modules[module].__doc__, self.study.row, out=out)
         names = self.models() if callable(self.models) else self.models
         add_names(parser, "--models", names, None if self.chosen is None else ",".join(self.chosen))
         add_settings(parser, self.settings)
@@ -148,10 +150,8 @@ def carry_out(
         print(f"error: {error}", file=sys.stderr)
         return 2
     rows = tuple(kept)
-    study.write_pages(rows, arguments.out)
+    print(*study.write_pages(rows, arguments.out), sep="", end="")
     study.draw_figures(rows, arguments.out)
-    for page in study.pages.values() if rows else ():
-        print(page(rows), end="")
     failures = list(study.failures(rows)) if study.failures is not None else []
     for line in failures:
         print(line, file=sys.stderr)

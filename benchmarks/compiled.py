@@ -224,4 +224,4 @@ SETTINGS = {
     "device": Setting("cuda" if torch.cuda.is_available() else "cpu", "where to train", str),
     "repeats": Setting(31, "turns that are timed"),
 }
-main = Main(STUDY, __doc__, models=MODELS, out="results/compiled", settings=SETTINGS)
+main = Main(STUDY, MODELS, settings=SETTINGS)

@@ -287,8 +287,6 @@ STUDY = Study(
 )
 main = Main(
     STUDY,
-    __doc__,
-    models=CASES,
-    out="results/compression",
+    CASES,
     settings={"steps": Setting(300, "of each curve"), "seed": Setting(0, "of weights, data and random state", int)},
 )

@@ -29,7 +29,7 @@ from planner.plans.select_attributes import select_attributes
 from planner.runtime.libraries import warm_up_libraries
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value, order_by
-from planner.studies.tables import Column, format_markdown, share_column
+from planner.studies.tables import Column, share_column
 from planner.train.eager.session import rematerialize
 
 Step = Callable[[], Tensor]  # runs one step, and returns its loss
@@ -308,7 +308,7 @@ STUDY = Study(
     EagerRow,
     measure,
     order=order_by(model=MODELS, share=(PLENTY, NEAR, *(f"{share:.0%}" for share in SHARES)), heuristic=WAYS),
-    pages={"table.md": partial(format_markdown, columns=TABLE)},
+    pages={"table.md": TABLE},
     whole=False,
 )
 SETTINGS = {
@@ -316,4 +316,4 @@ SETTINGS = {
     "device": Setting("cpu", "cpu or cuda", str),
     "ways": Setting(",".join(WAYS), "heuristics, with commas", make_names_reader("way", WAYS)),
 }
-main = Main(STUDY, __doc__, models=MODELS, out="results/eager", chosen=ON_CPU, settings=SETTINGS)
+main = Main(STUDY, MODELS, chosen=ON_CPU, settings=SETTINGS)

@@ -264,4 +264,4 @@ STUDY = Study(
     pages={"table.md": format_table},
     failures=list_failures,
 )
-main = Main(STUDY, __doc__, models=CASES, out="results/first_step", say=_format_line)
+main = Main(STUDY, CASES, say=_format_line)

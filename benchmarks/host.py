@@ -1,9 +1,12 @@
-"""The time that the host takes for a step: ``make bench-host`` writes results/host/.
+"""The time that the host takes for a step: ``make bench-host`` writes results/host/, ``make bench-executor`` results/executor/.
 
-Tensors are tiny, so that kernels take next to nothing and a step takes as long as what launches them. Eager PyTorch,
+Tensors are tiny, so that kernels take next to nothing and a step takes as long as what launches them; those of the models whose
+names begin with ``cpu-`` are larger, which shows the overhead of the executor beside kernels that take time. Eager PyTorch,
 checkpointing by blocks, ``torch.compile`` (default, and ``mode="lite"``) and planned steps take turns on one thread; ratios are
 medians within a turn. Plans have budgets of 100, 70 and 50% of the peak, or 1.1 times the least where that is more. The plan at
 100% runs in Python too, to compare both kinds of passes, and a plan of Inductor's kernels, beside ``torch.compile``'s own calls.
+Of the plan at 100% in addition: the time to check, before each step, that it still applies, and the measured time of steps as a
+multiple of the one that plans predict after the first steps, whose ops are timed, in turns with those.
 """
 
 import time
@@ -22,14 +25,17 @@ from benchmarks.command import Main, Setting
 from benchmarks.models.dense import recommender
 from benchmarks.models.huggingface_models import build_model
 from benchmarks.models.sequences import lstm_tagger
+from benchmarks.zoo_models import CPU_MODELS
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.signature import call
+from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
-from planner.measure.steps import Step, compute_ratio, get_loss
+from planner.measure.observation import OpTimer
+from planner.measure.steps import Step, compute_ratio, get_loss, turn_times
+from planner.measure.timing import compute_typical
 from planner.measure.tracing import profile_capture
 from planner.native.library import wait_for_library
 from planner.native.passes import use_python_passes
@@ -39,17 +45,21 @@ from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
 from planner.studies.baselines import build_checkpoint_blocks, copy_code
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
-from planner.studies.tables import Column, format_markdown
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value, order_by
+from planner.studies.tables import Column
+from planner.train.compile.improvement import set_times
 from solvers.bounds import bound_least_budget
 
 _LAYERS, _WIDTH, _HEADS, _WORDS, _LENGTH = 12, 32, 2, 64, 8
 SHARES = (1.0, 0.7, 0.5)
+WHOLE = "planned at 100%"
 IN_PYTHON = "planned at 100%, in Python"
 INDUCTOR = "planned at 100%, Inductor's kernels"
 _ROOM = 1.1  # above the least budget
 _SOLVE_S = 20.0
 _WARM_UP = 3  # steps of each that are not timed
+_CHECKS = 500
+_TIMED = 3  # steps whose ops are timed, as in training, and as many beside them
 
 
 def build_language_model(config: str, model: str, **options: Any) -> Workload:
@@ -68,7 +78,7 @@ def build_image_model() -> Workload:
 
 _BERT = {"hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS, "intermediate_size": 64}
 _T5 = {"d_model": _WIDTH, "d_kv": 16, "d_ff": 64, "num_layers": 6, "num_heads": _HEADS, "decoder_start_token_id": 0}
-MODELS: Mapping[str, Callable[[], Workload]] = {
+TINY: dict[str, Callable[[], Workload]] = {
     "gpt2": partial(
         build_language_model, "GPT2Config", "GPT2LMHeadModel", n_embd=_WIDTH, n_layer=_LAYERS, n_head=_HEADS, use_cache=False
     ),
@@ -82,6 +92,7 @@ MODELS: Mapping[str, Callable[[], Workload]] = {
     "lstm": partial(lstm_tagger, rows=1),
     "dlrm": partial(recommender, rows=2),
 }
+MODELS = TINY | {f"cpu-{name}": make for name, make in CPU_MODELS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +113,8 @@ class HostRow(Made):
     gradients_ratio: float | None = declare_column(
         "what autograd takes after the backward pass to give gradients to parameters, which it does for eager PyTorch too"
     )
+    predicted_ratio: float | None = declare_value("steps, as multiples of what plans predict from ops timed in such steps")
+    check_s: float | None = declare_value("to look, before each step, whether all is as it was planned for")
     repeats: int = declare_column("steps that are timed")
 
 
@@ -176,6 +189,12 @@ def measure(name: str, known: Sequence[HostRow], *, repeats: int) -> Iterator[Ho
     steps.update(_make_planned_steps(captured, workload))
     times = _take_turns(steps, workload, repeats)
     eager_times = times["eager"]
+    whole = steps[WHOLE]
+    assert isinstance(whole, Executor)
+    of_plan = {
+        "predicted_ratio": compare_with_predicted(whole, workload.batch, turns=max(1, repeats // _TIMED)),
+        "check_s": measure_check_s(whole, workload.batch),
+    }
     for way in WAYS:
         found = times.get(way)
         yield HostRow(
@@ -189,8 +208,33 @@ def measure(name: str, known: Sequence[HostRow], *, repeats: int) -> Iterator[Ho
             around_ratio=compute_ratio(found.around, eager_times.both)[0] if found is not None and found.around else None,
             gradients_ratio=compute_ratio(found.gradients, eager_times.both)[0] if found is not None and found.around else None,
             repeats=repeats,
+            **(of_plan if way == WHOLE else {}),
             **collect_provenance(),
         )
+
+
+def compare_with_predicted(executor: Executor, batch: Batch, *, turns: int) -> float:
+    """Return the time of steps as a multiple of what is predicted from the times of their ops, measured in turns."""
+    ratios = []
+    take = partial(turn_times, {"executor": executor}, batch, parameters=list(executor.training_step.parameters()))
+    for _ in range(turns):
+        timer = OpTimer(executor, steps=_TIMED)
+        while not timer.done:
+            take(repeats=1, warm_up=False)
+        times_s = {executor.graph.ops[op].name: seconds for op, seconds in timer.compute_times_s().items()}
+        predicted = simulate(set_times(executor.graph, times_s, timer.compute_host_scale()), executor.schedule)
+        ratios.append(compute_typical(take(repeats=_TIMED, warm_up=False)["executor"], executor.device) / predicted.step_s)
+    return median(ratios)
+
+
+def measure_check_s(executor: Executor, batch: Batch) -> float:
+    """Return the median time in which the executor checks guards and batch before a step."""
+    times = []
+    for _ in range(_CHECKS):
+        start = time.perf_counter()
+        call(executor.check, batch)
+        times.append(time.perf_counter() - start)
+    return median(times)
 
 
 def _list_other_ways(workload: Workload, eager: TrainingStep) -> dict[str, Callable[[], Step]]:
@@ -254,10 +298,12 @@ TABLE = (
     Column("eager step", "eager_s"),
     "way",
     Column("step", "ratio", missing="fails"),
-    Column("forward", "forward_ratio", missing="fails"),
-    Column("backward", "backward_ratio", missing="fails"),
-    Column("around the passes", "around_ratio", missing=""),
-    Column("gradients", "gradients_ratio", missing=""),
+    Column("forward", "forward_ratio"),
+    Column("backward", "backward_ratio"),
+    Column("around the passes", "around_ratio"),
+    Column("gradients", "gradients_ratio"),
+    Column("measured / predicted", "predicted_ratio"),
+    Column("guards, each step", "check_s"),
 )
 WAYS = (
     "checkpointing by blocks",
@@ -269,7 +315,5 @@ WAYS = (
 )
 
 
-STUDY = Study(
-    HostRow, measure, order=order_by(model=MODELS, way=WAYS), pages={"table.md": partial(format_markdown, columns=TABLE)}
-)
-main = Main(STUDY, __doc__, models=MODELS, out="results/host", settings={"repeats": Setting(40, "steps timed of each")})
+STUDY = Study(HostRow, measure, order=order_by(model=MODELS, way=WAYS), pages={"table.md": TABLE})
+main = Main(STUDY, MODELS, chosen=TINY, settings={"repeats": Setting(40, "steps timed of each")})

@@ -7,7 +7,6 @@ for it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from benchmarks.command import Main
 from benchmarks.offload import HOST
@@ -21,7 +20,7 @@ from planner.studies.experiment import Study
 from planner.studies.max_batch import find_max_batch
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value, order_by
 from planner.studies.sizes import Wanted, list_samples
-from planner.studies.tables import Column, format_markdown
+from planner.studies.tables import Column
 from planner.studies.workload_sizes import SizedModel
 from planner.studies.workload_tracing import Tracing
 
@@ -103,11 +102,5 @@ TABLE = (
     Column("peak", "peak_bytes"),
     Column("not decided", "undecided", "{:,}"),
 )
-STUDY = Study(
-    LargestSizeRow,
-    search,
-    order=order_by(model=CASES),
-    pages={"max_batch.md": partial(format_markdown, columns=TABLE)},
-    file="max_batch.csv",
-)
-main = Main(STUDY, __doc__, models=CASES, out="results/offload")
+STUDY = Study(LargestSizeRow, search, order=order_by(model=CASES), pages={"max_batch.md": TABLE}, file="max_batch.csv")
+main = Main(STUDY, CASES, out="results/offload")

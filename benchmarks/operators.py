@@ -192,4 +192,4 @@ def format_table(rows: Sequence[OperatorRow]) -> str:
 
 
 STUDY = Study(OperatorRow, measure, order=order_by(family=FAMILIES, dtype=DTYPES, way=WAYS), pages={"table.md": format_table})
-main = Main(STUDY, __doc__, models=FAMILIES, out="results/operators", settings={"samples": Setting(2, "of each operator")})
+main = Main(STUDY, FAMILIES, settings={"samples": Setting(2, "of each operator")})

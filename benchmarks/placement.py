@@ -266,4 +266,4 @@ STUDY = Study(
     order=order_by(pair=PAIRS, model=MODELS, budget=BUDGETS, method=METHODS),
     pages={"table.md": format_table},
 )
-main = Main(STUDY, __doc__, models=MODELS, out="results/placement")
+main = Main(STUDY, MODELS)

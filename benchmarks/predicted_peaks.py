@@ -6,12 +6,11 @@ that of torch-kitsune (``pip install torch-kitsune``), which adds up parameters,
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from benchmarks.command import Main
-from benchmarks.executor import MODELS
+from benchmarks.zoo_models import CPU_MODELS as MODELS
 from planner.capture.signature import list_leaves
 from planner.measure.tracing import trace
 from planner.plans.summary import summarize
@@ -19,7 +18,7 @@ from planner.studies.baselines import build_eager
 from planner.studies.experiment import Study
 from planner.studies.measured import Benchmark
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
-from planner.studies.tables import Column, format_markdown
+from planner.studies.tables import Column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,5 +56,5 @@ TABLE = (
     Column("torch-kitsune predicts", lambda row: row.kitsune_bytes / row.measured_bytes - 1, "{:+.1%}"),
 )
 
-STUDY = Study(PeakRow, measure, order=order_by(model=MODELS), pages={"table.md": partial(format_markdown, columns=TABLE)})
-main = Main(STUDY, __doc__, models=MODELS, out="results/predicted_peaks")
+STUDY = Study(PeakRow, measure, order=order_by(model=MODELS), pages={"table.md": TABLE})
+main = Main(STUDY, MODELS)

@@ -36,7 +36,7 @@ from planner.studies.rows import (
     declare_value,
     find_missing_keys,
 )
-from planner.studies.tables import Column, format_markdown, share_column
+from planner.studies.tables import Column, share_column
 from solvers.addresses.solve import solve as solve_addresses
 
 ARENA = "reserved, in an arena"
@@ -140,5 +140,5 @@ TABLE = (
     Column("of as many bytes allocated", "allocated_overhead"),
     Column("addresses", "status"),
 )
-STUDY = Study(ReservedRow, run, whole=False, pages={"table.md": partial(format_markdown, columns=TABLE)})
-main = Main(STUDY, __doc__, models=MODELS, out="results/reserved")
+STUDY = Study(ReservedRow, run, whole=False, pages={"table.md": TABLE})
+main = Main(STUDY, MODELS)

@@ -21,7 +21,7 @@ from planner.memory.release import release_unused
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, iterate_results
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, find_missing_keys, order_by
-from planner.studies.tables import Column, format_markdown
+from planner.studies.tables import Column
 
 MODELS = {
     "gpt2": partial(build, "gpt2", layers=4, width=256, heads=4, vocab=2000, batch=16, seq=256, dropout=0),
@@ -111,7 +111,7 @@ STUDY = Study(
     measure,
     whole=False,
     order=order_by(model=MODELS, budget=BUDGETS, way=WAYS),
-    pages={"table.md": partial(format_markdown, columns=TABLE)},
+    pages={"table.md": TABLE},
     failures=list_failures,
 )
-main = Main(STUDY, __doc__, models=MODELS, out="results/resident")
+main = Main(STUDY, MODELS)

@@ -31,7 +31,7 @@ from planner.memory.least_budget import find_least_budget
 from planner.studies.experiment import Study
 from planner.studies.processes import iterate_results
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
-from planner.studies.tables import Column, format_markdown
+from planner.studies.tables import Column
 from planner.torch_private.fsdp import checkpoint_wrapper
 
 # Of GPT-2, without dropout, so that checkpoints draw no numbers again.
@@ -209,10 +209,5 @@ TABLE = (
 )
 
 
-STUDY = Study(
-    ShardedRow,
-    measure,
-    order=order_by(model=MODELS, method=METHODS, options=OPTIONS),
-    pages={"table.md": partial(format_markdown, columns=TABLE)},
-)
-main = Main(STUDY, __doc__, models=MODELS, out="results/sharded", settings={"repeats": Setting(20, "steps timed of each")})
+STUDY = Study(ShardedRow, measure, order=order_by(model=MODELS, method=METHODS, options=OPTIONS), pages={"table.md": TABLE})
+main = Main(STUDY, MODELS, settings={"repeats": Setting(20, "steps timed of each")})

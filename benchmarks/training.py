@@ -21,6 +21,7 @@ import planner
 from benchmarks.command import Setting, add_settings, build_parser, carry_out, limit_threads
 from benchmarks.solves import find_least_bytes
 from benchmarks.training_loop import Loop, Recipe, generate_batches
+from benchmarks.zoo_models import CPU_MODELS
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
@@ -38,14 +39,13 @@ _SOLVE_LIMIT_S = 30.0
 
 _GPT2_SMALL = partial(build, "gpt2", layers=12, width=64, heads=4, vocab=500, batch=8, seq=128)
 _GPT2_MEDIUM = partial(build, "gpt2", layers=24, width=1024, heads=16, batch=8)
-_RESNET50_SMALL = partial(build, "resnet50", width=8, size=64, classes=10, batch=16)
 _RESNET50 = partial(build, "resnet50", batch=128)
 
-# By device: on the CPU sizes of executor.py.
+# By device: on the CPU sizes of CPU_MODELS.
 RECIPES = {
     "cpu": {
         "gpt2": Recipe(_GPT2_SMALL, "adamw", rate=3e-4, clip=1.0),
-        "resnet50": Recipe(_RESNET50_SMALL, "momentum", rate=0.05),
+        "resnet50": Recipe(CPU_MODELS["resnet50"], "momentum", rate=0.05),
     },
     "cuda": {
         "gpt2": Recipe(_GPT2_MEDIUM, "adamw", rate=3e-4, clip=1.0, autocast=True),

@@ -557,4 +557,4 @@ SETTINGS = {
     "seconds": Setting(600.0, "after which a model is given up", float),
     "repeats": Setting(9, "steps timed of each way"),
 }
-main = Main(STUDY, __doc__, models=list_names, out="results/models", say=format_line, settings=SETTINGS)
+main = Main(STUDY, list_names, out="results/models", say=format_line, settings=SETTINGS)

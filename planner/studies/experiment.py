@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from graphs.io.files import write_text
 from planner.studies.jobs import run
 from planner.studies.rows import KeptRows, Key, Row
+from planner.studies.tables import Column, format_markdown
 from planner.studies.workers import return_false
 
 Case = TypeVar("Case")
@@ -23,7 +24,7 @@ class Study(Generic[Case, Row]):
         whole: True if the rows of a case are made together: stored all or none, and not made again if there are some.
         again: returns whether the rows of a whole case are to be made again.
         order: sort key of rows; None: in the order of addition.
-        pages, figures: functions of the rows, by file name.
+        pages, figures: functions of the rows, by file name; or the columns of a page that is one table.
         failures: returns a line for each violation in the rows.
         file: the name of the CSV.
     """
@@ -33,7 +34,7 @@ class Study(Generic[Case, Row]):
     whole: bool = True
     again: Callable[[Sequence[Row]], bool] | None = None
     order: Callable[[Row], Any] | None = None
-    pages: Mapping[str, Callable[[Sequence[Row]], str]] = field(default_factory=dict)
+    pages: Mapping[str, Callable[[Sequence[Row]], str] | Sequence[Column | str]] = field(default_factory=dict)
     figures: Mapping[str, Callable[[Sequence[Row], Path], None]] = field(default_factory=dict)
     failures: Callable[[Sequence[Row]], Iterable[str]] | None = None
     file: str = "rows.csv"
@@ -67,11 +68,12 @@ class Study(Generic[Case, Row]):
                 kept.add(*rows)
                 yield rows
 
-    def write_pages(self, rows: Sequence[Row], folder: Path) -> None:
-        """Write the pages of `rows` into `folder`; none if there are no rows."""
-        for name, page in self.pages.items():
-            if rows:
-                write_text(folder / name, page(rows))
+    def write_pages(self, rows: Sequence[Row], folder: Path) -> list[str]:
+        """Write the pages of `rows` into `folder`, and return their texts; none if there are no rows."""
+        pages = {name: page(rows) if callable(page) else format_markdown(rows, page) for name, page in self.pages.items() if rows}
+        for name, text in pages.items():
+            write_text(folder / name, text)
+        return list(pages.values())
 
     def draw_figures(self, rows: Sequence[Row], folder: Path) -> None:
         """Write the figures of `rows` into `folder`; none if there are no rows."""

@@ -25,7 +25,7 @@ def test_largest_size_with_offload_is_at_least_that_without(tmp_path: Path, monk
     assert all((row.overhead or 0.0) <= 0.1 and (row.peak_bytes or 0) <= 10**6 for row in rows if row.size)
     lines = format_markdown(rows, TABLE).splitlines()
     assert len(lines) == 2 + len(rows) and all(row.method in line for row, line in zip(rows, lines[2:], strict=True))
-    main = command.Main(replace(STUDY, run=lambda *_: iter(rows)), None, models=CASES, out=str(tmp_path))
+    main = command.Main(replace(STUDY, run=lambda *_: iter(rows)), CASES, out=str(tmp_path))
     assert main(["--models", "small"]) == 0
     assert (tmp_path / "max_batch.md").read_text() == format_markdown(rows, TABLE)
     assert (tmp_path / "max_batch.csv").read_text().count("\n") == 1 + len(rows)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="some benchmarks
 
 RESULTS = Path(__file__).parents[2] / "results"
 NAMES = (
-    *("addresses", "arena", "arena_training", "compiled", "compression", "eager", "executor"),
+    *("addresses", "arena", "arena_training", "compiled", "compression", "eager", "host"),
     *("first_step", "offload", "operators", "options", "placement", "predicted_peaks"),
     *("reserved", "resident", "sharded", "solve"),
 )
@@ -31,6 +31,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "gpu/eager": ("eager",),
     "gpu/plans": ("gpu.plans",),
     "gpu/ways": ("gpu.plans",),
+    "executor": ("host",),
     **dict.fromkeys(("models", "entries", "arena_models"), ("try_models",)),
     "offload/max_batch": ("offload_sizes",),
     "options/ablation": ("options", "--ablation"),

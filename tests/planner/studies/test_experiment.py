@@ -216,7 +216,7 @@ def test_benchmark_passes_its_settings_to_each_case(tmp_path: Path, monkeypatch:
         seen.append((case, times))
         yield row(case, times)
 
-    main = Main(Study(Row, run), "what it does", models=NAMES, out=str(tmp_path), settings={"times": Setting(3, "how often")})
+    main = Main(Study(Row, run), NAMES, out=str(tmp_path), settings={"times": Setting(3, "how often")})
     assert main(["--models", "a", "--times", "5"]) == 0
     assert main([]) == 0
     assert seen == [("a", 5), ("b", 3)]  # a has its rows

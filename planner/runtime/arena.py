@@ -134,7 +134,7 @@ class Arena:
         self._recordings = 0
         self._warned = self._warned_of_optimizers = False
         self._accumulate = accumulate
-        self._held: Sequence[Any] = ()  # gradients that others hold too are copied by autograd
+        self._held: Sequence[torch.Tensor | None] = ()
 
     @property
     def slab(self) -> Slab | None:
@@ -182,6 +182,11 @@ class Arena:
         """Record the next step, as it runs by another plan."""
         self._recorded = self._alone = self._planned = None
         self._recordings = 0
+
+    def hold(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Hold `gradients` until autograd has added them: it copies out of the arena what others hold too."""
+        if self._accumulate:
+            self._held = gradients
 
     def has_optimizer(self, optimizer: Optimizer) -> bool:
         """Return True if a parameter of `optimizer` is one of the last step."""
@@ -272,8 +277,6 @@ class Arena:
             self._warn_of_tensors_in_it()
         elif not backward_retains_graph():  # else saved tensors are freed later than in other steps
             self._end_recorded(run.step, gradients)
-        if self._accumulate:
-            self._held = gradients
         optimizer_steps.follow(self)
         return gradients
 

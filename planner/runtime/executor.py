@@ -484,7 +484,10 @@ class _Step(torch.autograd.Function):
         static = executor.restore(ctx, tangent)
         with executor.memory.report_errors("backward"), _disable_autocast(static):
             gradients = executor.place_gradients(executor.code.backward(static, alive))
-        return (None, None, *executor.sharding.wrap(gradients, ctx.shardings))
+        gradients = executor.sharding.wrap(gradients, ctx.shardings)
+        if executor.arena is not None:
+            executor.arena.hold(gradients)
+        return (None, None, *gradients)
 
 
 def check_no_transform(what: str) -> None:

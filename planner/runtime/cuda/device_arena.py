@@ -145,7 +145,7 @@ class DeviceArena:
         self.missed = self.lost = 0
         self.shared = shared
         self._accumulate = accumulate
-        self._held: Sequence[Any] = ()  # gradients that others hold too are copied by autograd
+        self._held: Sequence[torch.Tensor | None] = ()
         self._running: _Begun | None = None
         self._outside_bytes: int | None = None
         self._was_lost = False  # the step that has these bytes
@@ -181,6 +181,11 @@ class DeviceArena:
     def build_stage(self) -> Self:
         """Return the stage that runs both passes, which have the calls of ``call_before``, in the arena."""
         return self
+
+    def hold(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Hold `gradients` until autograd has added them: it copies out of the arena what others hold too."""
+        if self._accumulate:
+            self._held = gradients
 
     def has_optimizer(self, optimizer: Optimizer) -> bool:
         """Return True if a parameter of `optimizer` is one of the step."""
@@ -262,8 +267,6 @@ class DeviceArena:
                 self._note_lost()
             elif self.steering.serves_optimizer:
                 self.shared.ended = begun
-        if self._accumulate:
-            self._held = gradients
         return gradients
 
     def _run(self, begun: "_Begun | None", run: Callable[[], Any]) -> Any:

@@ -20,6 +20,7 @@ from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from graphs.options.option import Feature, GraphOption
 from graphs.options.surroundings import Surroundings
 from graphs.pools import COLLECTIVES, COMPUTE
+from graphs.requests import MemoryRequest
 
 GATHER, REDUCE, ADD = "collective.gather", "collective.reduce", "collective.add"  # targets of ops
 
@@ -41,10 +42,15 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:
-    """Cost of a collective, besides the tensors that it reads and produces."""
+    """Cost of a collective, besides the tensors that it reads and produces.
+
+    Attributes:
+        time_s: seconds.
+        requests: what it asks for; its workspaces are in use at once.
+    """
 
     time_s: float
-    workspace_bytes: int
+    requests: tuple[MemoryRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +180,8 @@ def _build_op(unit: Unit, target: str, what: str, cost: CollectiveCost, inputs: 
         inputs=inputs,
         outputs=outputs,
         time_s=cost.time_s,
-        workspace_bytes=cost.workspace_bytes,
+        workspace_bytes=sum(request.size_bytes for request in cost.requests),
+        requests=cost.requests,
         phase=Phase.BACKWARD,
         recomputable=False,
         module=unit.name,

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from graphs.requests import WORKSPACE, MemoryRequest
 from planner.torch_private.core import foreach_copy_
 from planner.torch_private.fsdp import count_storage_uses
 from planner.train.distributed.failures import wait_for_others
@@ -75,7 +76,7 @@ class Gather:
         """Return the memory of the whole parameters, and the function that fills it."""
         world, device = self.group.size(), shards[0].device
         whole = [torch.empty((p.rows * world, *p.shape[1:]), dtype=p.dtype, device=device) for p in self.packed]
-        memory = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
+        memory = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device)
 
         def fill() -> None:
             for places in self._list_buffers():
@@ -89,8 +90,13 @@ class Gather:
         """Return tensors to call it with."""
         return [torch.zeros(p.get_shape(self.group.rank()), dtype=p.dtype, device=device) for p in self.packed]
 
+    def list_requests(self, device: torch.device) -> tuple[MemoryRequest, ...]:
+        """Return what ``begin`` asks for: the whole parameters, and the largest buffer."""
+        del device
+        return _build_requests(range(len(self.packed)), [self._buffer_bytes])
+
     @property
-    def workspace_bytes(self) -> int:
+    def _buffer_bytes(self) -> int:
         """The largest buffer."""
         return max(self.group.size() * sum(map(self._count_bytes, places)) for places in self._list_buffers())
 
@@ -115,7 +121,7 @@ class Gather:
             if shard.numel() < part.numel():
                 part[shard.numel() :].zero_()
         del own, filled, parts
-        run_on_buffer(buffer, lambda: _gather_parts(buffer, self.group))
+        run_on_buffer(buffer, lambda view: _gather_parts(view, self.group))
         out = [value.view(world, -1) for value in whole]
         torch.split_with_sizes_copy(buffer.view(world, -1), sizes, dim=1, out=out)
 
@@ -151,8 +157,8 @@ class Reduction:
     def begin(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return the memory of this process's parts of the reduced gradients, and the function that fills it."""
         world, rank, elements, device = self.group.size(), self.group.rank(), self._elements, gradients[0].device
-        buffer = torch.empty(world * elements, dtype=self.dtype, device=device)
         shards = torch.empty(elements, dtype=self.shard_dtype, device=device)
+        buffer = torch.empty(world * elements, dtype=self.dtype, device=device)
         before, between, after = map(self._make_divisor, self.divide_by)
         if device.type == "cpu":
             reduced = buffer[rank * elements : (rank + 1) * elements]
@@ -162,10 +168,10 @@ class Reduction:
         def fill() -> None:
             self._pack(gradients, buffer)
             _divide(buffer, before)
-            run_on_buffer(buffer, lambda: _reduce_parts(buffer, reduced, self.group, self.ops[0]))
+            run_on_buffer(buffer, lambda view: _reduce_parts(view, reduced, self.group, self.ops[0]))
             _divide(reduced, between)
             if (replicas := self.replicas) is not None:
-                run_on_buffer(reduced, lambda: [dist.all_reduce(reduced, self.ops[1], group=replicas, async_op=True)])
+                run_on_buffer(reduced, lambda view: [dist.all_reduce(view, self.ops[1], group=replicas, async_op=True)])
             _divide(reduced, after)
             if reduced is not shards:
                 shards.copy_(reduced)
@@ -185,13 +191,15 @@ class Reduction:
         """Bytes of what it returns."""
         return self._elements * self.shard_dtype.itemsize
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of its buffers."""
-        buffer = self._elements * self.dtype.itemsize * self.group.size()
+    def list_requests(self, device: torch.device) -> tuple[MemoryRequest, ...]:
+        """Return what ``begin`` asks for: the shards, and its buffers; on a CPU divisors too, and the cast of one by ``fill``."""
+        part_bytes = self._elements * self.dtype.itemsize
+        buffers = [part_bytes * self.group.size()]
+        if device.type != "cpu":
+            return _build_requests([0], buffers if self.dtype == self.shard_dtype else [*buffers, part_bytes])
         divisors = [divisor for divisor in map(self._make_divisor, self.divide_by) if divisor is not None]
-        cast = max((self.dtype.itemsize for divisor in divisors if divisor.dtype != self.dtype), default=0)
-        return buffer + sum(divisor.nbytes for divisor in divisors) + cast
+        cast = [self.dtype.itemsize] if any(divisor.dtype != self.dtype for divisor in divisors) else []
+        return _build_requests([0], [*buffers, *(divisor.nbytes for divisor in divisors), *cast])
 
     def split(self, rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
         """Return shape, strides and offset of each shard of a process in what it returns."""
@@ -256,11 +264,19 @@ class Addition:
         (packed,) = self.packed
         return math.prod(packed.shape) * self.dtype.itemsize
 
-    @property
-    def workspace_bytes(self) -> int:
-        """On a CPU the gradient is cast before it is added."""
+    def list_requests(self, device: torch.device) -> tuple[MemoryRequest, ...]:
+        """Return what it asks for: on a CPU the gradient is cast before it is added."""
         (packed,) = self.packed
-        return self.sum_bytes if packed.dtype != self.dtype else 0
+        return _build_requests([], [self.sum_bytes] if packed.dtype != self.dtype and device.type == "cpu" else [])
+
+
+def _build_requests(outputs: Sequence[int], workspaces: Sequence[int]) -> tuple[MemoryRequest, ...]:
+    """Return the requests for outputs at these positions, and for workspaces of these bytes that are in use to the end."""
+    count = len(outputs) + len(workspaces)
+    return (
+        *map(MemoryRequest, outputs),
+        *(MemoryRequest(WORKSPACE, size_bytes, count) for size_bytes in workspaces if size_bytes),
+    )
 
 
 def _divide(buffer: torch.Tensor, divisor: torch.Tensor | None) -> None:
@@ -282,13 +298,16 @@ def _reduce_parts(
     """Begin to reduce: on a CPU into `buffer`, elsewhere this process's part into `reduced`."""
     if buffer.device.type != "cpu":
         return [dist.reduce_scatter_tensor(reduced, buffer, op=op, group=group, async_op=True)]
-    return [dist.all_reduce(buffer.view(-1), op, group=group, async_op=True)]
+    return [dist.all_reduce(buffer, op, group=group, async_op=True)]
 
 
-def run_on_buffer(buffer: torch.Tensor, issue: Callable[[], Sequence[dist.Work | None]]) -> None:
-    """Wait for the collectives that `issue` begins on views of `buffer`, until nothing else holds it."""
+def run_on_buffer(buffer: torch.Tensor, issue: Callable[[torch.Tensor], Sequence[dist.Work | None]]) -> None:
+    """Wait for the collectives that `issue` begins on a view of `buffer`, until nothing else holds it.
+
+    It is a view because the uses of a storage are counted: who holds `buffer` itself, as gloo's threads do, adds none.
+    """
     before, on_cpu = count_storage_uses(buffer), buffer.device.type == "cpu"
-    _wait(issue(), on_cpu=on_cpu)
+    _wait(issue(buffer.view(-1)), on_cpu=on_cpu)
     while on_cpu and count_storage_uses(buffer) > before:
         time.sleep(0)
 

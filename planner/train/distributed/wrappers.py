@@ -213,10 +213,12 @@ class Sharded(Unwrapped):
 
     def _measure(self, collective: Collective) -> CollectiveCost:
         """Return the cost of a collective; its time on rank 0 counts."""
-        key = type(collective), collective.packed, collective.workspace_bytes
+        device = next(self.module.parameters()).device
+        requests = collective.list_requests(device)
+        key = type(collective), collective.packed, requests
         if key not in self._costs:
-            seconds = self.ranks.gather(measure_time(collective, next(self.module.parameters()).device))
-            self._costs[key] = CollectiveCost(seconds[0], collective.workspace_bytes)
+            seconds = self.ranks.gather(measure_time(collective, device))
+            self._costs[key] = CollectiveCost(seconds[0], requests)
         return self._costs[key]
 
     def wrap(self, executor: Executor) -> Callable[..., Any]:

@@ -207,11 +207,6 @@ _LIKE = ("empty_like", "full_like", "ones_like", "zeros_like", "new_empty", "new
 _ON_META = {"aten.index.Tensor", *(f"aten.{name}.default" for name in _LIKE)}
 
 
-def is_composite(op: OpOverload) -> bool:
-    """Return True if an operator is implemented by others, which are called in its place unless in inference mode."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
-
-
 @cache
 def has_meta_kernel(op: object) -> bool:
     """Return True if the outputs of an operator have the sizes on meta tensors that they have on fake ones."""

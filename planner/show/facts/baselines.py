@@ -1,7 +1,7 @@
 """Baselines of a plan by simulation: keep everything, and checkpoint every block."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graphs.ir import Graph
 from graphs.options import remove_options
@@ -16,7 +16,7 @@ from solvers.baselines.common.recomputation import recompute_groups
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A step that runs by another schedule than the plan's.
+    """A step by the plan, or by another schedule, as the judge and the model of PyTorch's allocator predict it.
 
     Attributes:
         name: name for display.
@@ -24,7 +24,7 @@ class Baseline:
         reserved_bytes: bytes that PyTorch's allocator reserves on CUDA, as the budget of the plan counts it; None on the CPU.
         counted_bytes: peak or reserved bytes, whichever the budget of the plan counts.
         recomputed: executions beyond the first of each op.
-        times_s, memory_bytes: start of each execution, and memory during it.
+        times_s, memory_bytes: start of each execution, and memory during it; empty for the plan.
     """
 
     name: str
@@ -33,8 +33,8 @@ class Baseline:
     counted_bytes: int
     time_s: float
     recomputed: int
-    times_s: tuple[float, ...]
-    memory_bytes: tuple[int, ...]
+    times_s: tuple[float, ...] = field(default=(), repr=False, compare=False)
+    memory_bytes: tuple[int, ...] = field(default=(), repr=False, compare=False)
 
 
 def build_baselines(graph: Graph, plan: PlanRecord) -> tuple[Baseline, ...]:

@@ -12,7 +12,7 @@ from planner.plans.plan_check import apply_plan_options
 from planner.plans.record import PlanRecord
 from planner.plans.select_attributes import select_attributes
 from planner.progress.escape import escape_lines, escape_text
-from planner.show.facts.baselines import build_baselines
+from planner.show.facts.baselines import Baseline, build_baselines
 from planner.show.facts.timeline import Timeline
 from planner.show.views.memory_plot import plot_plan
 from planner.show.views.memory_sketch import draw_sketch
@@ -20,24 +20,6 @@ from planner.show.views.text import format_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-@dataclass(frozen=True, slots=True)
-class PlanComparisonRow:
-    """A plan or a baseline, as the judge and the model of PyTorch's allocator predict it.
-
-    Attributes:
-        reserved_bytes: reserved on CUDA, as the budget of the plan counts it; None on the CPU.
-        counted_bytes: bytes of the memory that its budget counts.
-        recomputed: executions beyond the first of each op.
-    """
-
-    name: str
-    peak_bytes: int
-    reserved_bytes: int | None
-    counted_bytes: int
-    time_s: float
-    recomputed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +31,7 @@ class PlanComparison:
         budget_bytes: of the plan.
     """
 
-    rows: tuple[PlanComparisonRow, ...]
+    rows: tuple[Baseline, ...]
     budget_bytes: int
 
     def __str__(self) -> str:
@@ -89,14 +71,12 @@ def plot(plan: PlanRecord, graph: Graph | None) -> "Figure":
 def compare(plan: PlanRecord, graph: Graph | None) -> PlanComparison:
     """Return the table of ``Plan.compare``."""
     timeline = _build_timeline(plan, graph, "compare")
-    own = PlanComparisonRow(
+    own = Baseline(
         name="this plan",
         counted_bytes=plan.predicted_bytes,
         **select_attributes(plan, "peak_bytes", "reserved_bytes", "time_s", "recomputed"),
     )
-    columns = ("name", "peak_bytes", "reserved_bytes", "counted_bytes", "time_s", "recomputed")
-    others = (PlanComparisonRow(**select_attributes(one, *columns)) for one in build_baselines(timeline.graph, plan))
-    return PlanComparison((own, *others), plan.budget_bytes)
+    return PlanComparison((own, *build_baselines(timeline.graph, plan)), plan.budget_bytes)
 
 
 def render_plan(plan: PlanRecord, graph: Graph | None) -> str:

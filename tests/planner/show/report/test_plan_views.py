@@ -17,7 +17,8 @@ from graphs.synthetic.small import make_training_chain
 from planner.cli.main import main
 from planner.plans.plan import Plan, read_plan
 from planner.plans.solve import solve
-from planner.show.views.plan_views import PlanComparison, PlanComparisonRow
+from planner.show.facts.baselines import Baseline
+from planner.show.views.plan_views import PlanComparison
 from tests.support.report import parsed, solved
 
 
@@ -93,8 +94,8 @@ def test_plan_comparison_equals_simulated_figures(plan: Plan, graph: Graph) -> N
     assert isinstance(table, PlanComparison)
     own, kept, checkpointed = table.rows
     whole = simulate(graph, keep_everything(graph))
-    assert own == PlanComparisonRow("this plan", plan.peak_bytes, None, plan.peak_bytes, plan.time_s, plan.recomputed)
-    assert kept == PlanComparisonRow("keep everything", whole.peak_bytes, None, whole.peak_bytes, whole.time_s, 0)
+    assert own == Baseline("this plan", plan.peak_bytes, None, plan.peak_bytes, plan.time_s, plan.recomputed)
+    assert kept == Baseline("keep everything", whole.peak_bytes, None, whole.peak_bytes, whole.time_s, 0)
     assert checkpointed.name == "checkpoint blocks" and checkpointed.recomputed > 0
     lines = str(table).split("\n")
     assert lines[0].split() == ["peak", "within", "budget", "step", "time", "overhead", "recomputed", "ops"]

@@ -49,6 +49,7 @@ from planner.studies.rows import Made, collect_provenance, declare_column, decla
 from planner.studies.tables import Column
 from planner.train.compile.improvement import set_times
 from solvers.bounds import bound_least_budget
+from solvers.order.peak import keep_everything_peak_bytes
 
 _LAYERS, _WIDTH, _HEADS, _WORDS, _LENGTH = 12, 32, 2, 64, 8
 SHARES = (1.0, 0.7, 0.5)
@@ -250,7 +251,7 @@ def _list_other_ways(workload: Workload, eager: TrainingStep) -> dict[str, Calla
 
 def _make_planned_steps(captured: Capture, workload: Workload) -> Iterator[tuple[str, Executor]]:
     """Yield the planned steps: in C++ at each budget, and in Python at the peak."""
-    peak = simulate(captured.graph, keep_everything(captured.graph)).peak_bytes
+    peak = keep_everything_peak_bytes(captured.graph)
     least = bound_least_budget(captured.graph).budget_bytes
     for share in SHARES:
         budget = min(max(int(share * peak), int(_ROOM * least)), peak)

@@ -29,3 +29,8 @@ def remove_options(graph: Graph) -> Graph:
     program = Graph(ops, tuple(tensors[:count]), graph.kept, graph.provenance)
     check_plain(program)
     return program
+
+
+def extract_eager_program(graph: Graph) -> Graph:
+    """Return the program as eager PyTorch runs it: without options, and without overwriting."""
+    return remove_options(graph).out_of_place()

@@ -8,7 +8,7 @@ from torch import nn
 
 from graphs.errors import UsageError, quote
 from graphs.optimizers import get_traced_optimizer
-from graphs.options import remove_options
+from graphs.options import extract_eager_program
 from graphs.options.option import Feature
 from graphs.pools import HOST
 from graphs.schedule import keep_everything
@@ -177,7 +177,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
     captured = _capture_again(plan, workload, stages)
     check_sizes(captured.graph, plan)
     offered = replace_graph(captured, apply_recorded_options(captured.graph, plan.settings))
-    captured = replace(captured, graph=remove_options(captured.graph).out_of_place())
+    captured = replace(captured, graph=extract_eager_program(captured.graph))
     planned = Executor(offered, plan.schedule, model, loss_fn)
     is_made_for_arena = plan.arena_bytes is not None and (plan.reserved is not None) == (planned.device.type == "cuda")
     if is_made_for_arena if arena is None else arena:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from graphs.ir import Graph, Kind
-from graphs.options import remove_options
+from graphs.options import extract_eager_program
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.capture.program.numbers import Number
 from planner.capture.program.program import Call, Program, Ref, Shared, Statement, read_by
@@ -61,7 +61,7 @@ def bound_graph(graph: Graph, program: Program, static: Sequence[torch.Tensor | 
         static: the static tensors, in the order of the program's sources, with the inputs of the smaller batch; None for the
             gradient of the loss.
     """
-    graph = remove_options(graph).out_of_place()
+    graph = extract_eager_program(graph)
     sizes = _Sizes(graph, program)
     with disable_current_modes(), torch.no_grad():
         sizes.run(static)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from graphs.errors import ScheduleError
 from graphs.ir import Graph
-from graphs.options import remove_options
+from graphs.options import extract_eager_program
 from graphs.options.selection import TRACED
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
@@ -151,7 +151,7 @@ def _find_without_options(graph: Graph, memory: CountedMemory, stop: Callable[[]
 
     Empty if the step with options does not allow the schedule, which reads a tensor that is overwritten there.
     """
-    program = remove_options(graph).out_of_place()
+    program = extract_eager_program(graph)
     alone = find_least_budget(program, memory, arena=False, reorders=reorders, should_stop=stop)
     order = (*alone.order, *range(len(program.ops), len(graph.ops)))
     try:

@@ -28,7 +28,7 @@ from graphs.allocators.training import (
 )
 from graphs.ir import Graph, Kind
 from graphs.optimizers import get_optimizer_memory, get_traced_optimizer
-from graphs.options import remove_options
+from graphs.options import extract_eager_program
 from graphs.options.option import Feature
 from graphs.pools import DEVICE
 from graphs.schedule import Schedule, keep_everything
@@ -324,7 +324,7 @@ def find_growth_above_budget(graph: Graph, schedule: Schedule, memory: CountedMe
 def predict_eager_bytes(graph: Graph, memory: CountedMemory) -> int:
     """Return the bytes of `memory` that plain eager PyTorch needs for the step of `graph`, which shares are shares of."""
     if memory is CountedMemory.ALLOCATED:
-        return keep_everything_peak_bytes(_build_eager_program(graph))
+        return keep_everything_peak_bytes(extract_eager_program(graph))
     return predict_eager_reserved_bytes(graph, memory)
 
 
@@ -382,12 +382,8 @@ def predict_eager_memory(graph: Graph) -> EagerMemory:
 
 def _build_eager_training(graph: Graph) -> Training:
     """Return the requests of training with plain eager PyTorch."""
-    program = _build_eager_program(graph)
+    program = extract_eager_program(graph)
     return build_training(program, keep_everything(program))
-
-
-def _build_eager_program(graph: Graph) -> Graph:
-    return remove_options(graph).out_of_place()
 
 
 def _list_libraries(graph: Graph) -> tuple[int, ...]:

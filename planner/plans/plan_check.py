@@ -12,16 +12,16 @@ from pathlib import Path
 from graphs.errors import MismatchError, PlannerError, ScheduleError
 from graphs.io.formats import read_graph
 from graphs.ir import Graph
-from graphs.options import remove_options
+from graphs.options import extract_eager_program
 from graphs.options.compress import predict_gradient_error
 from graphs.options.selection import describe_differences
-from graphs.schedule import keep_everything
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds
 from planner.memory.reserved import plan_arena, predict_reserved
 from planner.plans.record import GraphSummary, PlanRecord
 from planner.plans.summary import check_same_graph, get_other_peaks, summarize
 from planner.settings.option_settings import apply_recorded_options
+from solvers.order.peak import keep_everything_peak_bytes
 
 _ROUNDING = 1e-9  # relative tolerance of sums of seconds
 _BOUND_ROUNDING = 1e-4  # relative tolerance of bounds from linear programs
@@ -93,13 +93,13 @@ def check_sizes(graph: Graph, plan: PlanRecord) -> None:
     offered = apply_recorded_options(graph, plan.settings)
     check_same_graph(plan.graph, summarize(offered))
     more_bytes = plan.graph.static_bytes - graph.static_bytes
-    found, program = simulate(offered, plan.schedule), remove_options(graph).out_of_place()
+    found, program = simulate(offered, plan.schedule), extract_eager_program(graph)
     peaks = (
         ("a peak", plan.peak_bytes, found.peak_bytes),
         (
             "a peak without recomputation",
             plan.graph.keep_everything_peak_bytes,
-            simulate(program, keep_everything(program)).peak_bytes,
+            keep_everything_peak_bytes(program),
         ),
     )
     for what, said_bytes, found_bytes in peaks:

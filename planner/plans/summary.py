@@ -3,7 +3,7 @@
 from graphs.checks import check_sums
 from graphs.errors import MismatchError
 from graphs.ir import Graph
-from graphs.options import remove_options
+from graphs.options import extract_eager_program
 from graphs.schedule import keep_everything
 from graphs.simulate import Simulation, simulate
 from planner.plans.record import GraphSummary
@@ -16,7 +16,7 @@ def summarize(graph: Graph) -> GraphSummary:
         GraphError: its sizes or times sum to more than can be counted.
     """
     check_sums(graph)
-    program = remove_options(graph).out_of_place()
+    program = extract_eager_program(graph)
     whole = simulate(program, keep_everything(program))
     return GraphSummary(
         fingerprint=graph.fingerprint,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from graphs.ir import Graph, Op
-from graphs.options import remove_options
+from graphs.options import extract_eager_program, remove_options
 from graphs.schedule import Compute, Schedule
 from solvers.bounds import bound_least_budget
 from solvers.clock import Clock, WorkClock, poll
@@ -99,14 +99,14 @@ def may_lower_peak(graph: Graph) -> bool:
     The recomputation at a budget depends on that peak: on twelve models of the zoo, orders that did not lower it lowered no
     overhead by more than 0.01 points at any budget.
     """
-    program = remove_options(graph).out_of_place()
+    program = extract_eager_program(graph)
     peak_bytes, op = find_peak(program)
     return bound_any_order_peak_bytes(program, op, *list_constraints(program)) < (1 - _LOWER) * peak_bytes
 
 
 def lowers_peak(order: Reordering) -> bool:
     """Return True if keeping everything has a notably lower peak in `order` than in program order."""
-    before, after = (keep_everything_peak_bytes(remove_options(graph).out_of_place()) for graph in (order.source, order.graph))
+    before, after = (keep_everything_peak_bytes(extract_eager_program(graph)) for graph in (order.source, order.graph))
     return after < (1 - _LOWER) * before
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from graphs.ir import Graph
-from graphs.options import remove_options
+from graphs.options import extract_eager_program
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
 from planner.memory.reserved import predict_reserved_bytes
@@ -43,7 +43,7 @@ def build_baselines(graph: Graph, plan: PlanRecord) -> tuple[Baseline, ...]:
     Of all divisions into blocks, the fastest that fits the budget of `plan` is chosen, or the one that needs least if none
     fits. Graph options are disabled, as in eager PyTorch.
     """
-    program = remove_options(graph).out_of_place()
+    program = extract_eager_program(graph)
     memory = plan.memory
     kept = _judge_baseline("keep everything", program, keep_everything(program), memory)
     blocks = [

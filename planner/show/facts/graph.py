@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.options import remove_options
+from graphs.options import extract_eager_program
 from graphs.options.offload import OFFLOAD, remove_offload
 from graphs.options.placement import PLACEMENT, find_movable, remove_placement
 from graphs.options.selection import keep_traced_ops, list_exact_ops, list_traced_options
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.options import restrict_to
 from planner.memory.least_budget import find_least_budget
@@ -21,6 +20,7 @@ from planner.plans.summary import summarize
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.other_devices import decode_devices
 from solvers.bounds import bound_least_budget, describe_need, find_any_order_need
+from solvers.order.peak import keep_everything_peak_bytes
 from solvers.order.reorder import find_order
 
 LISTED = 10
@@ -147,7 +147,7 @@ def collect_graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
         name: _collect_option_facts(restrict_to(remove_placement(remove_offload(graph)[0]), (name,)))
         for name in list_traced_options(graph)
     }
-    graph = remove_options(graph).out_of_place()
+    graph = extract_eager_program(graph)
     whole = OFFLOAD.add_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
     order = find_order(graph).graph
     bound, least, offloading = bound_least_budget(order), find_least_budget(graph), find_least_budget(whole)
@@ -160,7 +160,7 @@ def collect_graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
         kept_tensors=len(graph.kept),
         static_bytes_by_kind={str(kind): size for kind, size in graph.static_bytes_by_kind.items()},
         time_s_by_phase={str(phase): math.fsum(op.time_s for op in graph.ops if op.phase is phase) for phase in Phase},
-        reordered_peak_bytes=simulate(order, keep_everything(order)).peak_bytes,
+        reordered_peak_bytes=keep_everything_peak_bytes(order),
         least_budget_bytes=least.proved_bytes,
         least_budget_found_bytes=least.found_bytes,
         least_budget_offload_bytes=offloading.proved_bytes,

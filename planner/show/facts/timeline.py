@@ -11,7 +11,7 @@ from itertools import groupby, pairwise
 
 from graphs.clocks import Clocks, find_passages, run_clocks
 from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.options import remove_options
+from graphs.options import extract_eager_program
 from graphs.pools import COMPUTE, DEVICE
 from graphs.schedule import Compute, keep_everything, live_after
 from graphs.simulate import Simulation, simulate
@@ -190,7 +190,7 @@ class Timeline:
     @cached_property
     def dropped(self) -> frozenset[int]:
         """The tensors in memory at the peak of keeping everything, and not when the plan first executes the op of that peak."""
-        program = remove_options(self.graph).out_of_place()
+        program = extract_eager_program(self.graph)
         kept = keep_everything(program)
         until = kept.steps[: simulate(program, kept).peak_step + 1]
         peak_op = next(step.op for step in reversed(until) if isinstance(step, Compute))

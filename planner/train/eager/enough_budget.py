@@ -1,11 +1,10 @@
 """A budget that is enough for a recorded step, found by replaying the step. No torch."""
 
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
 from planner.train.eager.step_log import StepGraph
 from solvers.baselines.common.online import OnlineFailedError, OnlineRun
 from solvers.bounds import bound_least_budget
 from solvers.online.heuristics import make_heuristic
+from solvers.order.peak import keep_everything_peak_bytes
 
 _HALVINGS = 5
 
@@ -33,7 +32,7 @@ def find_enough_bytes(step: StepGraph, heuristic: str, max_recomputation: float)
     low_bytes = bound_least_budget(graph).budget_bytes
     if can_end(low_bytes):
         return low_bytes
-    enough = simulate(graph, keep_everything(graph)).peak_bytes
+    enough = keep_everything_peak_bytes(graph)
     for _ in range(_HALVINGS):
         middle_bytes = (low_bytes + enough) // 2
         if can_end(middle_bytes):

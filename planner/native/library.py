@@ -31,9 +31,9 @@ import torch
 from graphs.errors import PlannerError, first_line
 
 _LOGGER = logging.getLogger(__name__)
-_NAMES = ("passes", "eager_ops", "op_records", "size_rules", "ledger", "arena_allocator")
+_NAMES = ("passes", "eager_ops", "op_records", "recorded_op", "size_rules", "ledger", "arena_allocator")
 _SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
-_HEADER = Path(__file__).with_name("op_records.h")
+_HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in ("op_records", "recorded_op", "python_objects"))
 _COMPILER = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 # No vectors of the present machine: others may share the folder. Warnings are errors in the tests: another compiler has others.
 # Products and sums are rounded one by one, as in Python.
@@ -160,7 +160,7 @@ def describe_library() -> str:
 
 def library_path() -> Path:
     """Return the file of the library, in the user's cache folder, or in one for temporary files if there is none."""
-    sources = (source.read_text(encoding="utf-8") for source in (*_SOURCES, _HEADER))
+    sources = (source.read_text(encoding="utf-8") for source in (*_SOURCES, *_HEADERS))
     made_of = (*sources, *_FLAGS, torch.__version__, sys.version, sysconfig.get_platform())
     name = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -2,7 +2,7 @@
 // record is.
 //
 // For each signature there is a pattern: the record of such an op without its storages, which Python makes when the first comes.
-// The record of an op is a copy of the pattern with its own storages. What happens around an op is done here too: storages that
+// The record of an op (recorded_op.h) refers to the pattern, and has its own storages. What happens around an op is done here too: storages that
 // were freed, the log of the step, saved tensors that are packed, unpacked and dropped, ops that enter the ledger. Everything else is
 // the recorder's: writes to contents that must be copied first, room for an op, tensors that it has not seen, recomputation,
 // errors. So there is one kind of records, and without this file nothing but time is different.
@@ -10,8 +10,7 @@
 // Attributes of classes with slots are read and written in place. All others have their names.
 
 #include "op_records.h"
-
-#include <structmember.h>
+#include "recorded_op.h"
 
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <pybind11/pybind11.h>
@@ -37,6 +36,8 @@ TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue value);
 } // namespace torch::jit
 
 namespace {
+
+using namespace python_objects;
 
 // The most bytes that the CPU allocator hands out in a thread while this is the thread's profiler.
 class AllocatedBytes final : public torch::profiler::impl::ProfilerStateBase {
@@ -65,54 +66,6 @@ class AllocatedBytes final : public torch::profiler::impl::ProfilerStateBase {
 };
 
 const auto kProfiler = c10::DebugInfoKind::PROFILER_STATE;
-
-py::object steal(PyObject* made) {
-  if (made == nullptr) {
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::object>(made);
-}
-
-py::object borrow(PyObject* object) {
-  return py::reinterpret_borrow<py::object>(object);
-}
-
-void check(int failed) {
-  if (failed < 0) {
-    throw py::error_already_set();
-  }
-}
-
-py::object number(int64_t value) {
-  return steal(PyLong_FromLongLong(value));
-}
-
-int64_t to_int(py::handle value) {
-  const auto found = PyLong_AsLongLong(value.ptr());
-  check(found == -1 && PyErr_Occurred() != nullptr ? -1 : 0);
-  return found;
-}
-
-double to_double(py::handle value) {
-  const auto found = PyFloat_AsDouble(value.ptr());
-  check(found == -1 && PyErr_Occurred() != nullptr ? -1 : 0);
-  return found;
-}
-
-py::object boolean(bool value) {
-  return borrow(value ? Py_True : Py_False);
-}
-
-// An instance of a named tuple.
-template <size_t N>
-py::object new_tuple(py::handle type, std::array<py::object, N> values) {
-  auto* of = reinterpret_cast<PyTypeObject*>(type.ptr());
-  auto made = steal(of->tp_alloc(of, N));
-  for (size_t i = 0; i < N; ++i) {
-    PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(i), values[i].release().ptr());
-  }
-  return made;
-}
 
 // The name of an attribute, which is read and written in place where the class of an object has it in its __slots__.
 class Name {
@@ -226,12 +179,12 @@ struct StorageClass : Slotted {
 };
 
 // Those of RecordedOp.
-struct OpClass : Slotted {
-  explicit OpClass(py::handle type) : Slotted(type) {}
+struct OpClass {
+  explicit OpClass(py::handle type)
+      : function(type, "function"), inputs(type, "inputs"), kwargs(type, "kwargs"), operator_(type, "operator"),
+        recordable(type, "recordable"), seconds(type, "seconds") {}
 
-  Slot args{type_, "args"}, draws{type_, "draws"}, function{type_, "function"}, in_place{type_, "in_place"},
-      inputs{type_, "inputs"}, kept{type_, "kept"}, known{type_, "known"}, kwargs{type_, "kwargs"}, ledger_id{type_, "ledger_id"}, module{type_, "module"}, number{type_, "number"}, operator_{type_, "operator"},
-      outputs{type_, "outputs"}, recordable{type_, "recordable"}, room_bytes{type_, "room_bytes"}, seconds{type_, "seconds"};
+  Slot function, inputs, kwargs, operator_, recordable, seconds;
 };
 
 // Those of planner.train.eager.saved_tensors.SavedTensor.
@@ -321,8 +274,7 @@ class Records final : public OpRecords {
         return write_pinned(called, written) ? Recorded::kDone : Recorded::kLeft;
       }
     }
-    const auto pattern = find_pattern(called);
-    return pattern && record_like(pattern, called, is_between) ? Recorded::kDone : Recorded::kLeft;
+    return record_as(copy_recorded_op(find_pattern(called)), called, is_between) ? Recorded::kDone : Recorded::kLeft;
   }
 
   PyObject* pack(PyObject* tensor) override {
@@ -351,8 +303,13 @@ class Records final : public OpRecords {
     }
     const auto heuristic = heuristic_.of(ledger);
     for (auto reference : borrow(pending).cast<py::list>()) {
-      if (const auto op = steal(PyObject_CallNoArgs(reference.ptr())); !op.is_none()) {
-        enter_op(*entered, heuristic, op);
+      const auto op = steal(PyObject_CallNoArgs(reference.ptr()));
+      if (auto* fields = find_op_fields(op); fields != nullptr) {
+        enter_op(*entered, heuristic, *fields);
+      } else if (!op.is_none()) {
+        py::list by_python;
+        by_python.append(reference);
+        enter_by_python.call(memory_, ledger, by_python);
       }
     }
     return true;
@@ -383,23 +340,23 @@ class Records final : public OpRecords {
 
  private:
   // Enters an op into the ledger, as `Memory.enter_ops` does.
-  void enter_op(EvictionLedger& ledger, const py::object& heuristic, const py::object& op) {
+  void enter_op(EvictionLedger& ledger, const py::object& heuristic, OpFields& op) {
     c10::SmallVector<PyObject*, 8> storages;
     std::vector<int64_t> read, made;
     int64_t moved_bytes = 0;
-    for (auto reference : borrow(op_.inputs.in(op)).cast<py::list>()) {
-      auto* storage = PyTuple_GET_ITEM(reference.ptr(), 0);
+    for (const auto& input : op.reads) {
+      auto* storage = input.storage.ptr();
       if (storage != Py_None && std::find(storages.begin(), storages.end(), storage) == storages.end()) {
         storages.push_back(storage);
         read.push_back(enter(ledger, storage, std::nullopt));
         moved_bytes += to_int(storage_.size_bytes.of(storage));
       }
     }
-    const bool is_kept = !op_.draws.of(op).is_none() && keeps_random.of(heuristic).ptr() == Py_True;
+    const bool is_kept = !op.draws.is_none() && keeps_random.of(heuristic).ptr() == Py_True;
     int64_t place = 0;
-    for (auto output : borrow(op_.outputs.in(op)).cast<py::list>()) {
-      const std::pair<int64_t, int64_t> origin(to_int(op_.number.of(op)), place++);
-      const auto storage = steal(PyObject_CallNoArgs(PyTuple_GET_ITEM(output.ptr(), 1)));
+    for (const auto& [position, reference] : op.made) {
+      const std::pair<int64_t, int64_t> origin(op.number, place++);
+      const auto storage = steal(PyObject_CallNoArgs(reference.ptr()));
       if (!storage.is_none()) {
         made.push_back(enter(ledger, storage, origin));
         moved_bytes += to_int(storage_.size_bytes.of(storage));
@@ -408,11 +365,11 @@ class Records final : public OpRecords {
     if (is_kept) {
       std::for_each(made.begin(), made.end(), [&](int64_t id) { ledger.pin(id); });
     }
-    if (op_.in_place.in(op) == Py_True) {
+    if (op.in_place) {
       read.insert(read.end(), made.begin(), made.end());
     }
-    const auto cost_s = estimate_s.call(heuristic, op_.seconds.of(op), number(moved_bytes));
-    op_.ledger_id.set(op, number(ledger.add_op(read, made, to_double(cost_s))));
+    const auto cost_s = estimate_s.call(heuristic, op.seconds, number(moved_bytes));
+    op.ledger_id = number(ledger.add_op(read, made, to_double(cost_s)));
   }
 
   // Returns the ledger's id of a storage, as `Memory._enter` does.
@@ -535,8 +492,8 @@ class Records final : public OpRecords {
     return borrow(PyList_GetItem(names_.ptr(), static_cast<Py_ssize_t>(to_int(module_number.of(noted_)))));
   }
 
-  // Returns the pattern of an op; null if the recorder must execute it.
-  py::object find_pattern(const CalledOp& called) {
+  // Returns the record of such an op, without storages.
+  const OpFields& find_pattern(const CalledOp& called) {
     if (const auto found = patterns_.find(called.key); found != patterns_.end()) {
       return found->second;
     }
@@ -546,8 +503,7 @@ class Records final : public OpRecords {
     return patterns_.emplace(called.key, build_pattern(called)).first->second;
   }
 
-  // Returns the record of an op of a new signature, with references that have no storages.
-  py::object build_pattern(const CalledOp& called) {
+  OpFields build_pattern(const CalledOp& called) {
     const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
     const auto [args, kwargs] = to_python(called, [&](size_t i, const c10::Argument& declared) {
       const auto position = static_cast<int64_t>(i) - called.facts.statistics;
@@ -563,10 +519,9 @@ class Records final : public OpRecords {
       references.append(refer_to_geometry(tensor));
     }
     op_.inputs.set(op, references);
-    if (!called.sized_by_data) {
-      op_.known.set(op, learn_sizes(called, operator_));
-    }
-    return op;
+    const py::object none = py::none();
+    return {op, called.sized_by_data ? none : learn_sizes(called, operator_), none, none, borrow(op_.seconds.in(op)), none, {}, {}, {}, {},
+            0, 0, op_.recordable.in(op) == Py_True, false};
   }
 
   static std::pair<py::list, py::dict> to_tensors(const CalledOp& called) {
@@ -799,7 +754,7 @@ class Records final : public OpRecords {
   }
 
   // Returns false if nothing was done, or if the op failed.
-  bool record_like(const py::object& pattern, const CalledOp& called, bool is_between) {
+  bool record_as(const py::object& object, const CalledOp& called, bool is_between) {
     py::list written;
     for (const auto& tensor : called.written) {
       const auto storage = find_or_add(tensor);
@@ -811,46 +766,39 @@ class Records final : public OpRecords {
         written.append(storage);
       }
     }
-    auto op = op_.copy(pattern);
+    auto& op = *find_op_fields(object);
+    const auto operator_ = borrow(op_.operator_.in(op.pattern));
     if (called.sized_by_data) {
       const auto [args, kwargs] = to_tensors(called);
-      op_.known.set(op, bound_sizes.call(recorder_, op_.operator_.of(op), args, kwargs));
+      op.known = bound_sizes.call(recorder_, operator_, args, kwargs);
     }
-    const auto known = borrow(op_.known.in(op));
-    py::object kept = no_storages_;
-    auto references = steal(PyList_New(static_cast<Py_ssize_t>(called.inputs.size())));
-    bool recordable = op_.recordable.in(op) == Py_True;
-    for (size_t i = 0; i < called.inputs.size(); ++i) {
-      const auto place = static_cast<Py_ssize_t>(i);
-      auto* geometry = PyList_GET_ITEM(op_.inputs.in(pattern), place);
-      PyList_SET_ITEM(references.ptr(), place, refer(called.inputs[i], geometry, kept, recordable).release().ptr());
+    const auto& known = op.known;
+    for (const auto& tensor : called.inputs) {
+      refer(tensor, op);
     }
-    op_.inputs.set(op, references);
-    op_.kept.set(op, kept);
-    op_.recordable.set(op, boolean(recordable));
-    op_.module.set(op, module_name());
+    op.module = module_name();
     const auto out_bytes = to_int(known_.out_bytes.of(known)), workspace_bytes = to_int(known_.workspace_bytes.of(known));
     const auto with_op_bytes = to_int(live_bytes.of(memory_)) + out_bytes + workspace_bytes;
     if (with_op_bytes > to_int(budget_bytes.of(memory_))) {
-      make_room_for.call(recorder_, known, op);
+      make_room_for.call(recorder_, known, object);
     } else if (!is_estimated(known) && with_op_bytes > to_int(peak_bytes.of(memory_))) {
       peak_bytes.set(memory_, number(with_op_bytes));
     }
     const auto held_bytes = to_int(live_bytes.of(memory_));
     int64_t taken_bytes = -1;
-    if (!run(called, op, known, taken_bytes)) {
+    if (!run(called, op, operator_, taken_bytes)) {
       return false;
     }
     settle_freed();
-    const auto made_bytes = record_outputs(called, op, written, known, taken_bytes);
+    const auto made_bytes = record_outputs(called, object, written, taken_bytes);
     if (called.facts.reads_to_host != 0) {
       host_reads.add(recorder_, 1);
     }
     if (const auto log = log_.of(follower_); !log.is_none()) {
-      log_op(log, op, written, known);
+      log_op(log, op, operator_, written);
     }
     if (made_bytes != out_bytes) {
-      make_room.call(memory_, number(0), op_.function.of(op));
+      make_room.call(memory_, number(0), op_.function.of(op.pattern));
     }
     if (is_between) {
       const auto most_bytes = held_bytes + made_bytes + to_int(known_.workspace_bytes.of(known));
@@ -865,22 +813,18 @@ class Records final : public OpRecords {
     return known_.guessed.in(known) == Py_True && to_int(known_.measurements.of(known)) == measurements_;
   }
 
-  // Returns a reference to a tensor that is read, as `Recorder._replace_by_references` does.
-  py::object refer(const at::Tensor& tensor, PyObject* geometry, py::object& kept, bool& recordable) {
-    const auto as_in_pattern = [&](Py_ssize_t field) { return borrow(PyTuple_GET_ITEM(geometry, field)); };
-    const auto storage = find_or_add(tensor);
+  // Adds a tensor to what an op reads, as `Recorder._replace_by_references` does.
+  void refer(const at::Tensor& tensor, OpFields& op) {
+    auto storage = find_or_add(tensor);
     const auto version = borrow(storage_.version.in(storage));
     storage_.last_read.set(storage, version);
     touch_at(storage, read_s.of(memory_));
     if (storage_.pinned.in(storage) == Py_True) {
-      kept = steal(PySequence_Concat(kept.ptr(), py::make_tuple(steal(THPStorage_Wrap(tensor.storage()))).ptr()));
+      op.kept.push_back(tensor.storage());
     } else if (to_int(storage_.checked.of(storage)) != to_int(overwrites.of(memory_))) {
-      recordable = !pin_if_lost.call(sources_, storage).cast<bool>() && recordable;
+      op.recordable = !pin_if_lost.call(sources_, storage).cast<bool>() && op.recordable;
     }
-    return new_tuple<8>(
-        reference_type_,
-        {storage, version, as_in_pattern(2), as_in_pattern(3), number(tensor.storage_offset()), as_in_pattern(5),
-         boolean(tensor.is_conj()), boolean(tensor.is_neg())});
+    op.reads.push_back({std::move(storage), to_int(version), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()});
   }
 
   void touch_at(const py::object& storage, py::object now_s) {
@@ -936,24 +880,24 @@ class Records final : public OpRecords {
   }
 
   // Executes an op and times it, as `Recorder._execute` does; returns false if it failed. `taken_bytes` are set if it is measured.
-  bool run(const CalledOp& called, py::handle op, py::handle known, int64_t& taken_bytes) {
-    const bool draws = random.of(op_.operator_.of(op)).ptr() == Py_True;
+  bool run(const CalledOp& called, OpFields& op, py::handle operator_, int64_t& taken_bytes) {
+    const bool draws = random.of(operator_).ptr() == Py_True;
     if (!draws) {
-      return run_timed(called, op, known, taken_bytes);
+      return run_timed(called, op, taken_bytes);
     }
     acquire.call(lock_of_draws_);
     const Unlocked at_the_end{*this, lock_of_draws_};
     const auto read = called.inputs.empty() ? py::tuple() : py::make_tuple(steal(THPVariable_Wrap(called.inputs[0])));
-    const auto state = get_random_state_(read, op_.kwargs.of(op));
-    op_.draws.set(op, state);
-    const bool succeeded = run_timed(called, op, known, taken_bytes);
+    op.draws = get_random_state_(read, op_.kwargs.of(op.pattern));
+    const bool succeeded = run_timed(called, op, taken_bytes);
     if (!succeeded) {
-      restore.call(state[py::int_(1)], state[py::int_(0)]);
+      restore.call(op.draws[py::int_(1)], op.draws[py::int_(0)]);
     }
     return succeeded;
   }
 
-  bool run_timed(const CalledOp& called, py::handle op, py::handle known, int64_t& taken_bytes) {
+  bool run_timed(const CalledOp& called, OpFields& op, int64_t& taken_bytes) {
+    const auto& known = op.known;
     if (known_.needs_block.in(known) == Py_True) {
       const auto size_bytes = to_int(known_.out_bytes.of(known)) + to_int(known_.workspace_bytes.of(known));
       find_block.call(costs_, number(size_bytes), evict_after.of(memory_));
@@ -969,7 +913,7 @@ class Records final : public OpRecords {
     auto seconds = to_double(now.call(memory_)) - begun_s;
     const auto& shortest_s = known_.seconds;
     if (!times_each_) {
-      check_memory.call(costs_, op_.function.of(op));
+      check_memory.call(costs_, op_.function.of(op.pattern));
       seconds = to_double(shortest_s.of(known));
     }
     if (is_measured) {
@@ -981,7 +925,7 @@ class Records final : public OpRecords {
     if (seconds < to_double(shortest_s.of(known))) {
       shortest_s.set(known, steal(PyFloat_FromDouble(seconds)));
     }
-    op_.seconds.set(op, borrow(shortest_s.in(known)));
+    op.seconds = borrow(shortest_s.in(known));
     step_ops.add(recomputation_, 1);
     return true;
   }
@@ -1011,7 +955,9 @@ class Records final : public OpRecords {
   }
 
   // Records what an op has made and written, as `Recorder.record` does, and returns the bytes that it has made.
-  int64_t record_outputs(const CalledOp& called, const py::object& op, const py::list& written, py::handle known, int64_t taken_bytes) {
+  int64_t record_outputs(const CalledOp& called, const py::object& object, const py::list& written, int64_t taken_bytes) {
+    auto& op = *find_op_fields(object);
+    const auto& known = op.known;
     const auto outputs = called.outputs();
     const bool is_list = outputs.size() == 1 && outputs[0].isTensorList();
     const auto values = is_list ? outputs[0].toListRef() : outputs;
@@ -1020,7 +966,7 @@ class Records final : public OpRecords {
     for (const auto& value : values) {
       if (value.isTensor() && value.toTensor().layout() != at::kStrided && unusual.empty()) {
         std::for_each(values.begin(), values.end(), [&](const auto& output) { unusual.append(torch::jit::toPyObject(output)); });
-        for (auto found : find_made.call(recorder_, op, unusual)) {
+        for (auto found : find_made.call(recorder_, object, unusual)) {
           new_tensors.emplace_back(to_int(found[py::int_(0)]), THPVariable_Unpack(py::object(found[py::int_(1)]).ptr()));
         }
       }
@@ -1036,40 +982,36 @@ class Records final : public OpRecords {
       }
     }
     if (!called.written.empty()) {
-      note_writes(called, op, written, known, !new_tensors.empty());
+      note_writes(called, op, written, !new_tensors.empty());
     }
-    const bool recordable = op_.recordable.in(op) == Py_True;
-    py::list made;
     int64_t made_bytes = 0;
     for (const auto& [i, tensor] : new_tensors) {
-      const auto storage = add(tensor, recordable);
+      const auto storage = add(tensor, op.recordable);
       made_bytes += to_int(storage_.size_bytes.of(storage));
-      made.append(steal(PyTuple_Pack(2, number(static_cast<int64_t>(i)).ptr(), steal(PyWeakref_NewRef(storage.ptr(), nullptr)).ptr())));
-      if (recordable) {
-        check(PyList_Append(storage_.chain.in(storage), op.ptr()));
+      op.made.emplace_back(static_cast<int64_t>(i), steal(PyWeakref_NewRef(storage.ptr(), nullptr)));
+      if (op.recordable) {
+        check(PyList_Append(storage_.chain.in(storage), object.ptr()));
       }
     }
-    const bool has_made = PyList_GET_SIZE(made.ptr()) > 0;
-    op_.outputs.set(op, std::move(made));
     if (taken_bytes >= 0) {
-      record_measured.call(recorder_, op, number(made_bytes), number(taken_bytes));
+      record_measured.call(recorder_, object, number(made_bytes), number(taken_bytes));
     }
-    op_.room_bytes.set(op, number(made_bytes + to_int(known_.workspace_bytes.of(known))));
+    op.room_bytes = made_bytes + to_int(known_.workspace_bytes.of(known));
     known_.out_bytes.set(known, number(made_bytes));
-    if (recordable && has_made) {
-      count_op(op);
-    } else if (has_made) {
+    if (op.recordable && !op.made.empty()) {
+      count_op(object);
+    } else if (!op.made.empty()) {
       kept_ops.add(recorder_, 1);
     }
     return made_bytes;
   }
 
   // Begins the next version of what an op has written, as `Recorder._note_writes` does.
-  void note_writes(const CalledOp& called, const py::object& op, const py::list& written, py::handle known, bool makes_outputs) {
+  void note_writes(const CalledOp& called, OpFields& op, const py::list& written, bool makes_outputs) {
     const py::object first = written[0];
-    const bool is_repeatable = op_.recordable.in(op) == Py_True && !called.updates_statistics && written.size() == 1;
+    const bool is_repeatable = op.recordable && !called.updates_statistics && written.size() == 1;
     if (is_repeatable && storage_.pinned.in(first) != Py_True && PyList_GET_SIZE(storage_.chain.in(first)) < longest_chain_) {
-      check(PyList_Append(storage_.chain.in(first), record_in_place(op, known, first).ptr()));
+      check(PyList_Append(storage_.chain.in(first), record_in_place(op, first).ptr()));
       return begin_version(first);
     }
     for (auto storage : written) {
@@ -1077,7 +1019,7 @@ class Records final : public OpRecords {
       pin.call(sources_, storage);
     }
     if (!called.updates_statistics && makes_outputs) {
-      op_.recordable.set(op, boolean(false));
+      op.recordable = false;
     }
   }
 
@@ -1086,44 +1028,31 @@ class Records final : public OpRecords {
   }
 
   // Records an op that writes the next version of a storage, as `Recorder._record_in_place_op` does.
-  py::object record_in_place(const py::object& op, py::handle known, const py::object& storage) {
-    auto write = op_.copy(op);
-    op_.inputs.set(write, leave_out(borrow(op_.inputs.in(op)), storage));
-    op_.known.set(write, py::none());
-    op_.room_bytes.set(write, number(to_int(known_.workspace_bytes.of(known)) + to_int(known_.out_bytes.of(known))));
-    op_.in_place.set(write, boolean(true));
-    py::list outputs;
-    outputs.append(steal(PyTuple_Pack(2, number(0).ptr(), steal(PyWeakref_NewRef(storage.ptr(), nullptr)).ptr())));
-    op_.outputs.set(write, std::move(outputs));
-    record_write.call(sources_, storage);
-    count_op(write);
-    return write;
-  }
-
-  // Returns references, without the storage in those to it.
-  py::object leave_out(const py::object& references, const py::object& storage) {
-    py::list made;
-    for (auto reference : references.cast<py::list>()) {
-      auto copy = borrow(reference.ptr());
-      if (PyTuple_GET_ITEM(reference.ptr(), 0) == storage.ptr()) {
-        std::array<py::object, 8> fields;
-        for (size_t i = 0; i < fields.size(); ++i) {
-          fields[i] = i == 0 ? py::object(py::none()) : borrow(PyTuple_GET_ITEM(reference.ptr(), static_cast<Py_ssize_t>(i)));
-        }
-        copy = new_tuple<8>(reference_type_, std::move(fields));
+  py::object record_in_place(const OpFields& op, const py::object& storage) {
+    auto object = copy_recorded_op(op);
+    auto& write = *find_op_fields(object);
+    for (auto& input : write.reads) {
+      if (input.storage.is(storage)) {
+        input.storage = py::none();
       }
-      made.append(copy);
     }
-    return made;
+    write.known = py::none();
+    write.references = {};
+    write.room_bytes = to_int(known_.workspace_bytes.of(op.known)) + to_int(known_.out_bytes.of(op.known));
+    write.in_place = true;
+    write.made.emplace_back(0, steal(PyWeakref_NewRef(storage.ptr(), nullptr)));
+    record_write.call(sources_, storage);
+    count_op(object);
+    return object;
   }
 
   // Counts a recorded op, as `Recorder._count` does.
-  void count_op(py::handle op) {
+  void count_op(py::handle object) {
     recorded.add(recorder_, 1);
     ops.add(recorder_, 1);
     const auto log = log_.of(follower_);
-    op_.number.set(op, log.is_none() ? ops.of(recorder_) : number(PyList_GET_SIZE(ops.of(log).ptr())));
-    check(PyList_Append(pending.of(memory_).ptr(), steal(PyWeakref_NewRef(op.ptr(), nullptr)).ptr()));
+    find_op_fields(object)->number = log.is_none() ? to_int(ops.of(recorder_)) : PyList_GET_SIZE(ops.of(log).ptr());
+    check(PyList_Append(pending.of(memory_).ptr(), steal(PyWeakref_NewRef(object.ptr(), nullptr)).ptr()));
   }
 
   // Records that the storage of a new tensor is resident, as `Memory.add` does.
@@ -1166,21 +1095,20 @@ class Records final : public OpRecords {
   }
 
   // Logs an op for the plans of repeated steps, as `StepFollower.log_op` does.
-  void log_op(const py::object& log, py::handle op, const py::list& written, py::handle known) {
+  void log_op(const py::object& log, const OpFields& op, const py::object& operator_, const py::list& written) {
     const auto step = step_number.of(follower_);
     Numbers read, made, changed;
-    for (auto reference : borrow(op_.inputs.in(op)).cast<py::list>()) {
-      read.add(number_of(PyTuple_GET_ITEM(reference.ptr(), 0), log, step));
+    for (const auto& input : op.reads) {
+      read.add(number_of(input.storage, log, step));
     }
-    for (auto output : borrow(op_.outputs.in(op)).cast<py::list>()) {
-      made.add(number_of(steal(PyObject_CallNoArgs(PyTuple_GET_ITEM(output.ptr(), 1))), log, step));
+    for (const auto& [position, reference] : op.made) {
+      made.add(number_of(steal(PyObject_CallNoArgs(reference.ptr())), log, step));
     }
     for (auto storage : written) {
       changed.add(number_of(storage, log, step));
     }
-    add_to_log(log, borrow(op_.operator_.in(op)), read.to_tuple(), made.to_tuple(), changed.to_tuple(), borrow(op_.seconds.in(op)),
-               borrow(op_.recordable.in(op)), borrow(known_.workspace_bytes.in(known)), borrow(op_.module.in(op)),
-               borrow(known_.number.in(known)));
+    add_to_log(log, operator_, read.to_tuple(), made.to_tuple(), changed.to_tuple(), op.seconds, boolean(op.recordable),
+               borrow(known_.workspace_bytes.in(op.known)), op.module, borrow(known_.number.in(op.known)));
   }
 
   // Adds an op to a log, as `StepPlans.add_op` does.
@@ -1234,7 +1162,7 @@ class Records final : public OpRecords {
   const Name acquire{"acquire"}, add_of_memory{"add"}, allow{"allow"}, append{"append"}, begin_step_of{"_begin_step"},
       between_peak_bytes{"between_peak_bytes"}, bound_sizes{"bound_sizes"}, budget_bytes{"budget_bytes"}, by_id{"_by_id"},
       chains{"chains"}, check_memory{"check_memory"}, check_plan{"check_plan"}, clock_s{"clock_s"}, count_bytes{"count_bytes"},
-      dropped_{"_dropped"}, eager_peak_bytes{"eager_peak_bytes"}, end{"end"}, estimate{"estimate"}, estimate_s{"estimate_s"},
+      dropped_{"_dropped"}, enter_by_python{"_enter_ops"}, eager_peak_bytes{"eager_peak_bytes"}, end{"end"}, estimate{"estimate"}, estimate_s{"estimate_s"},
       evict_after{"evict_after"}, evicted_bytes{"evicted_bytes"}, extra_bytes{"extra_bytes"}, find_block{"find_block"}, find_made{"_find_made"},
       following{"_following"}, function{"function"}, heuristic_{"heuristic"}, host_reads{"host_reads"},
       keeps_random{"keeps_random"}, kept_ops{"kept_ops"}, learn_sizes_of{"learn_sizes"}, ledger_{"ledger"}, live_bytes{"live_bytes"}, log_{"log"},
@@ -1259,12 +1187,11 @@ class Records final : public OpRecords {
   const Slot ledger_watch_id_;
   const int64_t few_ops_, measurements_;
   const py::object hole_, new_op_, new_known_;
-  const py::tuple no_storages_;
   const c10::Device budget_device_;
   const bool times_each_; // ops are done when they return
   const py::object empty_ = new_storage_(0, py::none(), py::arg("pinned") = true);
   std::vector<std::pair<c10::Device, py::object>> devices_;
-  std::unordered_map<Key, py::object, KeyHash> patterns_; // records of ops, without their storages
+  std::unordered_map<Key, OpFields, KeyHash> patterns_; // records of ops, without their storages
 };
 
 } // namespace

@@ -1,6 +1,7 @@
 """The Python side of ``planner/native/eager_ops.cpp`` and ``op_records.cpp``, which execute and record most ops.
 
-Known weakness: records are Python objects. The library makes them faster than Python does, but each takes a few microseconds.
+Known weakness: storages and saved tensors are Python objects. The library makes them faster than Python does, but each op takes a
+few microseconds.
 """
 
 import ctypes

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.models.huggingface_models import build_model
+from benchmarks.models.huggingface_models import build_image_model, build_token_model
 from benchmarks.models.parts import FunctionModule, next_tokens
 from benchmarks.training_loop import Recipe
 from planner.capture.step import TrainingStep
@@ -73,18 +73,6 @@ def build_lstm(*, batch: int, length: int, width: int, hidden: int, layers: int,
     return Workload(FunctionModule(forward, **parts), next_tokens, (tokens, targets))
 
 
-def build_token_model(config: str, model: str, *, batch: int = 10, length: int = 256, **options: Any) -> Workload:
-    """Build a model of Hugging Face that reads tokens and computes its loss from labels."""
-    tokens, labels = (torch.randint(3, 8000, (batch, length)) for _ in range(2))
-    return Workload(build_model(config, model, vocab_size=8000, **options), None, {"input_ids": tokens, "labels": labels})
-
-
-def build_image_model(config: str, model: str, *, batch: int, size: int, **options: Any) -> Workload:
-    """Build a model of Hugging Face that classifies images and computes its loss from labels."""
-    batch_of_both = {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.randint(10, (batch,))}
-    return Workload(build_model(config, model, image_size=size, num_labels=10, **options), None, batch_of_both)
-
-
 _GPT2 = partial(build, "gpt2", layers=12, width=384, heads=6, seq=512, batch=4)
 _LLAMA = partial(build, "llama", layers=12, width=192, heads=4, hidden=512, vocab=4000, seq=512, batch=8, dtype="float32")
 _VIT = partial(build, "vit", layers=12, width=192, heads=3, size=128, patch=8, classes=10, batch=24)
@@ -97,10 +85,15 @@ _TRANSFORMER = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads
 _NARROW = {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 6, "intermediate_size": 768}
 _SMALL_GPT2 = {"n_embd": 256, "n_layer": 8, "n_head": 8}
 _SMALL_T5 = {"d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 4, "num_heads": 8, "decoder_start_token_id": 1}
-_HF_GPT2 = partial(build_token_model, "GPT2Config", "GPT2LMHeadModel", **_SMALL_GPT2, **_SPECIAL)
-_HF_BERT = partial(build_token_model, "BertConfig", "BertForMaskedLM", **_TRANSFORMER)
-_HF_T5 = partial(build_token_model, "T5Config", "T5ForConditionalGeneration", length=192, **_SMALL_T5, **_SPECIAL)
-_HF_VIT = partial(build_image_model, "ViTConfig", "ViTForImageClassification", batch=36, size=128, patch_size=8, **_NARROW)
+_TOKENS = {"batch": 10, "length": 256, "vocabulary": 8000}
+_HF_GPT2 = partial(build_token_model, "GPT2Config", "GPT2LMHeadModel", **_TOKENS, **_SMALL_GPT2, **_SPECIAL)
+_HF_BERT = partial(build_token_model, "BertConfig", "BertForMaskedLM", **_TOKENS, **_TRANSFORMER)
+_HF_T5 = partial(
+    build_token_model, "T5Config", "T5ForConditionalGeneration", **{**_TOKENS, "length": 192}, **_SMALL_T5, **_SPECIAL
+)
+_HF_VIT = partial(
+    build_image_model, "ViTConfig", "ViTForImageClassification", batch=36, size=128, image_size=128, patch_size=8, **_NARROW
+)
 
 CASES: Mapping[str, FirstStepCase] = {
     "gpt2": FirstStepCase.of(_GPT2, checkpoint_by_blocks, share=0.6),  # half is too little for its loss over 50257 tokens

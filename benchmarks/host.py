@@ -23,7 +23,7 @@ import torch
 import planner
 from benchmarks.command import Main, Setting
 from benchmarks.models.dense import recommender
-from benchmarks.models.huggingface_models import build_model
+from benchmarks.models.huggingface_models import build_image_model, build_token_model
 from benchmarks.models.sequences import lstm_tagger
 from benchmarks.zoo_models import CPU_MODELS
 from graphs.schedule import keep_everything
@@ -51,7 +51,7 @@ from planner.train.compile.improvement import set_times
 from solvers.bounds import bound_least_budget
 from solvers.order.peak import keep_everything_peak_bytes
 
-_LAYERS, _WIDTH, _HEADS, _WORDS, _LENGTH = 12, 32, 2, 64, 8
+_LAYERS, _WIDTH, _HEADS = 12, 32, 2
 SHARES = (1.0, 0.7, 0.5)
 WHOLE = "planned at 100%"
 IN_PYTHON = "planned at 100%, in Python"
@@ -63,30 +63,24 @@ _CHECKS = 500
 _TIMED = 3  # steps whose ops are timed, as in training, and as many beside them
 
 
-def build_language_model(config: str, model: str, **options: Any) -> Workload:
-    """Build a model of Transformers that computes its loss itself, on one short sequence."""
-    built = build_model(config, model, vocab_size=_WORDS, **options)
-    tokens = torch.randint(3, _WORDS, (1, _LENGTH))
-    return Workload(built, None, {"input_ids": tokens, "labels": tokens})
-
-
-def build_image_model() -> Workload:
-    """Build ViT of Transformers for one small image."""
-    sizes = {"hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS, "intermediate_size": 64}
-    model = build_model("ViTConfig", "ViTForImageClassification", image_size=16, patch_size=8, **sizes)
-    return Workload(model, None, {"pixel_values": torch.randn(1, 3, 16, 16), "labels": torch.zeros(1, dtype=torch.int64)})
-
-
 _BERT = {"hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS, "intermediate_size": 64}
+_IMAGE = {"image_size": 16, "patch_size": 8}
+_TOKENS = {"batch": 1, "length": 8, "vocabulary": 64}
+_GPT2 = {"n_embd": _WIDTH, "n_layer": _LAYERS, "n_head": _HEADS, "use_cache": False}
 _T5 = {"d_model": _WIDTH, "d_kv": 16, "d_ff": 64, "num_layers": 6, "num_heads": _HEADS, "decoder_start_token_id": 0}
 TINY: dict[str, Callable[[], Workload]] = {
     "gpt2": partial(
-        build_language_model, "GPT2Config", "GPT2LMHeadModel", n_embd=_WIDTH, n_layer=_LAYERS, n_head=_HEADS, use_cache=False
+        *(build_token_model, "GPT2Config", "GPT2LMHeadModel"),
+        **_TOKENS,
+        n_embd=_WIDTH,
+        n_layer=_LAYERS,
+        n_head=_HEADS,
+        use_cache=False,
     ),
-    "bert": partial(build_language_model, "BertConfig", "BertForMaskedLM", **_BERT),
-    "t5": partial(build_language_model, "T5Config", "T5ForConditionalGeneration", **_T5, use_cache=False),
-    "llama": partial(build_language_model, "LlamaConfig", "LlamaForCausalLM", **_BERT, use_cache=False),
-    "vit": build_image_model,
+    "bert": partial(build_token_model, "BertConfig", "BertForMaskedLM", **_TOKENS, **_BERT),
+    "t5": partial(build_token_model, "T5Config", "T5ForConditionalGeneration", **_TOKENS, **_T5, use_cache=False),
+    "llama": partial(build_token_model, "LlamaConfig", "LlamaForCausalLM", **_TOKENS, **_BERT, use_cache=False),
+    "vit": partial(build_image_model, "ViTConfig", "ViTForImageClassification", batch=1, size=16, **_IMAGE, **_BERT),
     "resnet50": partial(build, "resnet50", width=8, size=32, classes=10, batch=2),
     "unet": partial(build, "unet", channels=4, depth=4, size=32, batch=1),
     "mobilenet_v2": partial(build, "mobilenet_v2", multiplier=0.25, size=32, classes=10, batch=2),

@@ -25,12 +25,24 @@ def build_model(config: str, model: str, **options: Any) -> torch.nn.Module:
     return found.train()
 
 
+def build_token_model(
+    config: str, model: str, *, batch: int = _BATCH, length: int = _LENGTH, vocabulary: int = VOCABULARY, **options: Any
+) -> Workload:
+    """Build a model that reads tokens, and computes its loss from labels itself."""
+    inputs = {name: torch.randint(3, vocabulary, (batch, length)) for name in ("input_ids", "labels")}
+    return Workload(build_model(config, model, vocab_size=vocabulary, **options), None, inputs)
+
+
+def build_image_model(config: str, model: str, *, batch: int = 4, size: int = 32, **options: Any) -> Workload:
+    """Build a model that classifies images, and computes its loss from labels itself."""
+    inputs = {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.randint(10, (batch,))}
+    return Workload(build_model(config, model, num_labels=10, **options), None, inputs)
+
+
 def language_model(name: str, **options: Any) -> Workload:
-    """Build a model that predicts the next token, and computes its loss itself."""
-    batch = {"input_ids": tokens(), "labels": tokens()}
-    head, fixed = _CAUSAL.get(name, f"{name}ForCausalLM"), {**_SPECIAL, "use_cache": False}
-    model = build_model(f"{name}Config", head, vocab_size=VOCABULARY, **fixed, **options)
-    return Workload(model, None, batch)
+    """Build a model that predicts the next token."""
+    head = _CAUSAL.get(name, f"{name}ForCausalLM")
+    return build_token_model(f"{name}Config", head, **_SPECIAL, use_cache=False, **options)
 
 
 _CAUSAL = {"GPT2": "GPT2LMHeadModel"}
@@ -46,13 +58,11 @@ def masked_model(name: str, head: str = "ForMaskedLM", **options: Any) -> Worklo
 def sequence_to_sequence(name: str, **options: Any) -> Workload:
     """Build an encoder and a decoder, whose input is derived from the labels."""
     fixed = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1, "use_cache": False}
-    model = build_model(f"{name}Config", f"{name}ForConditionalGeneration", vocab_size=VOCABULARY, **fixed, **options)
-    return Workload(model, None, {"input_ids": tokens(), "labels": tokens()})
+    return build_token_model(f"{name}Config", f"{name}ForConditionalGeneration", **fixed, **options)
 
 
 def image_classifier(name: str, size: int = 32, **options: Any) -> Workload:
-    model = build_model(f"{name}Config", f"{name}ForImageClassification", num_labels=10, **options)
-    return Workload(model, None, {"pixel_values": torch.randn(4, 3, size, size), "labels": torch.randint(10, (4,))})
+    return build_image_model(f"{name}Config", f"{name}ForImageClassification", size=size, **options)
 
 
 def segformer() -> Workload:

@@ -6,11 +6,11 @@ import pytest
 
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Kind, Phase
-from graphs.options.gather import ADD, GATHER, REDUCE, CollectiveCost, InsertedUnits, Shard, Sum, Unit, insert_units
-from graphs.requests import WORKSPACE, MemoryRequest
+from graphs.options.gather import ADD, GATHER, REDUCE, InsertedUnits, Shard, Sum, Unit, insert_units
 from graphs.schedule import Compute, Free, Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
+from tests.support.graphs.collective_costs import build_cost
 from tests.support.solvers.answers import check
 from tests.support.solvers.brute_force import fastest
 
@@ -31,10 +31,10 @@ def step() -> Graph:
 
 def insert(graph: Graph, *, adds: bool = False, reduces: bool = True) -> InsertedUnits:
     names = {tensor.name: tensor.id for tensor in graph.tensors}
-    cost = CollectiveCost(2.0, (MemoryRequest(0), MemoryRequest(WORKSPACE, BUFFER, 2)))
+    cost = build_cost(2.0, BUFFER)
 
     def build(name: str, gradient: int) -> Unit:
-        sums = (Sum(f"{name}.sum", (gradient,), WHOLE, CollectiveCost(1.0, ())),) if adds else ()
+        sums = (Sum(f"{name}.sum", (gradient,), WHOLE, build_cost(1.0, 0)),) if adds else ()
         shards, gradients = (Shard(names[name], SHARD, WHOLE),), (gradient,)
         return Unit(name, shards, cost, gradients, SHARD, cost if reduces else None, sums)
 

@@ -8,7 +8,7 @@ import pytest
 
 from graphs.ir import Graph, Phase
 from graphs.options import remove_options
-from graphs.options.gather import OVERLAP, CollectiveCost, Shard, Unit, insert_units
+from graphs.options.gather import OVERLAP, Shard, Unit, insert_units
 from graphs.options.offload import OFFLOAD
 from graphs.options.surroundings import Link, Surroundings
 from graphs.options.transfers import OptionBuilder
@@ -20,6 +20,7 @@ from graphs.synthetic.random_graphs import draw_graph, draw_options, draw_overwr
 from solvers.bounds import bound_least_budget
 from solvers.problem import build_problem
 from solvers.windows import solve
+from tests.support.graphs.collective_costs import build_cost
 from tests.support.solvers.answers import TOLERANCE, Case, ask, check_answers, check_models
 from tests.support.solvers.brute_force_transfers import fastest_with_transfers
 
@@ -47,8 +48,8 @@ def draw_units(draw: random.Random, ops: int) -> Graph:
     read = [[t for t in unit if graph.consumers[t]] for unit in units]
 
     def describe(u: int, gradients: tuple[int, ...]) -> Unit:
-        cost = CollectiveCost(float(draw.randint(1, 8)), draw.choice((0, 2, 4)))
-        reduction = CollectiveCost(float(draw.randint(1, 6)), draw.choice((0, 2))) if gradients else None
+        cost = build_cost(float(draw.randint(1, 8)), draw.choice((0, 2, 4)))
+        reduction = build_cost(float(draw.randint(1, 6)), draw.choice((0, 2))) if gradients else None
         return Unit(f"u{u}", tuple(Shard(t, 1, graph.tensors[t].size_bytes) for t in read[u]), cost, gradients, 2, reduction)
 
     last = graph.ops[-1].outputs[:1] if draw.random() < 0.7 else ()
@@ -160,7 +161,7 @@ def test_tensors_without_readers_are_not_offloaded() -> None:
 
 def test_no_row_makes_the_main_device_wait_for_a_gradient_that_only_a_reduction_lacks() -> None:
     """Were the first gradient offloaded, it could come back beside the last op, and the reduction would run after that."""
-    draft, cost = Draft(), CollectiveCost(1.0, 0)
+    draft, cost = Draft(), build_cost(1.0, 0)
     p = draft.add_static("p", 1)
     (first,) = draft.add_op("first", [p], [4], time_s=9.0, phase=Phase.BACKWARD)
     draft.add_op("peek", [first], [1], time_s=6.0, phase=Phase.BACKWARD)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.options.gather import OVERLAP, CollectiveCost, Shard, Unit, insert_units
+from graphs.options.gather import OVERLAP, Shard, Unit, insert_units
 from graphs.options.offload import OFFLOAD
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import Compute, keep_everything, schedule_of
@@ -28,6 +28,7 @@ from solvers.windows.decoding.transfer_plan import TransferPlan
 from solvers.windows.decoding.transfers import add_transfers
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.strategies.placement import DeviceOps, Placing
+from tests.support.graphs.collective_costs import build_cost
 from tests.support.graphs.options import on_devices, random_placement
 from tests.support.solvers.random_orders import everything, random_order, short_form
 
@@ -155,7 +156,7 @@ def draw_sharded_step(seed: int, layers: int) -> Graph:
         inputs, whole = [*made[max(0, i - 1) : i + 1], weights[i]], draft.tensors[weights[i]].size_bytes
         inputs += [gradient] if gradient not in inputs else []
         own, gradient = draft.add_op(f"back{i}", inputs, [whole, sizes[i]], time_s=8.0, phase=Phase.BACKWARD)
-        cost = CollectiveCost(whole / draw.choice((10, 40)), draw.choice((0, whole)))
+        cost = build_cost(whole / draw.choice((10, 40)), draw.choice((0, whole)))
         units.append(Unit(f"u{i}", (Shard(weights[i], 1 + whole // 4, whole),), cost, (own,), 1 + whole // 4, cost))
     return insert_units(draft.build_graph([]), units[::-1], [gradient]).graph
 

@@ -1,0 +1,8 @@
+"""Costs of collectives."""
+
+from graphs.options.gather import CollectiveCost
+from graphs.requests import WORKSPACE, MemoryRequest
+
+
+def build_cost(time_s: float, workspace_bytes: int) -> CollectiveCost:
+    return CollectiveCost(time_s, (MemoryRequest(WORKSPACE, workspace_bytes, 1),) if workspace_bytes else ())

@@ -31,9 +31,9 @@ import torch
 from graphs.errors import PlannerError, first_line
 
 _LOGGER = logging.getLogger(__name__)
-_NAMES = ("passes", "eager_ops", "op_records", "recorded_op", "size_rules", "ledger", "arena_allocator")
+_NAMES = ("passes", "eager_ops", "op_records", "recorded_op", "tracked_storage", "size_rules", "ledger", "arena_allocator")
 _SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
-_HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in ("op_records", "recorded_op", "python_objects"))
+_HEADERS = tuple(map(Path(__file__).with_name, ("op_records.h", "recorded_op.h", "tracked_storage.h", "python_objects.h")))
 _COMPILER = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 # No vectors of the present machine: others may share the folder. Warnings are errors in the tests: another compiler has others.
 # Products and sums are rounded one by one, as in Python.

@@ -11,6 +11,7 @@
 
 #include "op_records.h"
 #include "recorded_op.h"
+#include "tracked_storage.h"
 
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <pybind11/pybind11.h>
@@ -138,47 +139,7 @@ class Slot {
   Py_ssize_t offset_;
 };
 
-// A class with slots, whose objects can be copied.
-class Slotted {
- public:
-  explicit Slotted(py::handle type) : type_(borrow(type.ptr())) {
-    for (auto name : type.attr("__slots__")) {
-      const auto text = name.cast<std::string>();
-      if (text != "__weakref__") {
-        slots_.emplace_back(type, text.c_str());
-      }
-    }
-  }
-
-  py::object copy(py::handle object) const {
-    auto* type = reinterpret_cast<PyTypeObject*>(type_.ptr());
-    auto made = steal(type->tp_alloc(type, 0));
-    for (const auto& slot : slots_) {
-      slot.in(made) = Py_XNewRef(slot.in(object));
-    }
-    return made;
-  }
-
- protected:
-  py::object type_;
-
- private:
-  std::vector<Slot> slots_;
-};
-
-// The attributes of planner.train.eager.storages.TrackedStorage that are used here.
-struct StorageClass : Slotted {
-  explicit StorageClass(py::handle type) : Slotted(type) {}
-
-  Slot address{type_, "address"}, aliases{type_, "aliases"}, barred{type_, "barred"}, base{type_, "base"}, chain{type_, "chain"},
-      checked{type_, "checked"},
-      device{type_, "device"}, evicted{type_, "evicted"}, evicted_aliases{type_, "evicted_aliases"}, last_read{type_, "last_read"},
-      ledger_id{type_, "ledger_id"}, number{type_, "number"}, pinned{type_, "pinned"}, saved_count{type_, "saved"},
-      size_bytes{type_, "size_bytes"}, step{type_, "step"}, touched_s{type_, "touched_s"}, version{type_, "version"},
-      watch{type_, "watch"};
-};
-
-// Those of RecordedOp.
+// The attributes of `RecordedOp` of planner.train.eager.storages that patterns have.
 struct OpClass {
   explicit OpClass(py::handle type)
       : function(type, "function"), inputs(type, "inputs"), kwargs(type, "kwargs"), operator_(type, "operator"),
@@ -218,14 +179,12 @@ class Records final : public OpRecords {
  public:
   explicit Records(const py::tuple& parts)
       : recorder_(parts[0]),
-        new_storage_(parts[1]),
-        watch_type_(parts[2]),
-        reference_type_(parts[3]),
-        logged_type_(parts[4]),
-        op_(parts[5]),
-        known_(parts[6]),
-        saved_tensor_(parts[7]),
-        storage_(new_storage_),
+        watch_type_(parts[1]),
+        reference_type_(parts[2]),
+        logged_type_(parts[3]),
+        op_(parts[4]),
+        known_(parts[5]),
+        saved_tensor_(parts[6]),
         invisible_(recorder_.attr("memory").attr("_invisible")),
         watch_extra_(watch_type_, "extra_bytes"),
         watch_size_(watch_type_, "size_bytes"),
@@ -244,16 +203,16 @@ class Records final : public OpRecords {
         resident_(memory_.attr("resident")),
         freed_(memory_.attr("freed")),
         note_freed_(freed_.attr("append")),
-        longest_chain_(parts[8].cast<Py_ssize_t>()),
-        lock_of_draws_(parts[9]),
-        get_random_state_(parts[10]),
-        ledger_watch_type_(parts[11]),
+        longest_chain_(parts[7].cast<Py_ssize_t>()),
+        lock_of_draws_(parts[8]),
+        get_random_state_(parts[9]),
+        ledger_watch_type_(parts[10]),
         ledger_watch_id_(ledger_watch_type_, "ledger_id"),
-        few_ops_(parts[12].cast<int64_t>()),
-        measurements_(parts[13].cast<int64_t>()),
-        hole_(parts[14]),
-        new_op_(parts[5]),
-        new_known_(parts[6]),
+        few_ops_(parts[11].cast<int64_t>()),
+        measurements_(parts[12].cast<int64_t>()),
+        hole_(parts[13]),
+        new_op_(parts[4]),
+        new_known_(parts[5]),
         budget_device_(reinterpret_cast<THPDevice*>(sizes_.attr("device").ptr())->device),
         times_each_(costs_.attr("times_each").cast<bool>()) {}
 
@@ -318,22 +277,22 @@ class Records final : public OpRecords {
   // Does what `SavedTensor._drop` does.
   void release(PyObject* saved) override {
     const auto storage = borrow(saved_tensor_.storage.in(saved));
-    const auto count = to_int(storage_.saved_count.of(storage)) - 1;
-    storage_.saved_count.set(storage, number(count));
-    remove(storage_.aliases.of(storage), saved_tensor_.number.of(saved));
-    if (const auto evicted = storage_.evicted_aliases.of(storage); !evicted.is_none()) {
+    const auto count = storage_of(storage).saved - 1;
+    storage_of(storage).saved = count;
+    remove(aliases_of(storage), saved_tensor_.number.of(saved));
+    if (const auto evicted = py::handle(storage_of(storage).evicted_aliases); has(evicted)) {
       remove(evicted, saved_tensor_.number.of(saved));
     }
     if (count > 0) {
       return;
     }
     remove(saved_, identity_of(storage));
-    if (storage_.evicted.in(storage) == Py_True) {
+    if (storage_of(storage).evicted) {
       mark_not_evicted.call(memory_, storage);
     }
-    storage_.base.set(storage, py::none());
-    const auto watch = storage_.watch.of(storage);
-    if (watch.is_none() || PyWeakref_GetObject(watch.ptr()) == Py_None) {
+    Py_CLEAR(storage_of(storage).base);
+    const auto watch = py::handle(storage_of(storage).watch);
+    if (!has(watch) || PyWeakref_GetObject(watch.ptr()) == Py_None) {
       log_release(storage, true);
     }
   }
@@ -349,7 +308,7 @@ class Records final : public OpRecords {
       if (storage != Py_None && std::find(storages.begin(), storages.end(), storage) == storages.end()) {
         storages.push_back(storage);
         read.push_back(enter(ledger, storage, std::nullopt));
-        moved_bytes += to_int(storage_.size_bytes.of(storage));
+        moved_bytes += storage_of(storage).size_bytes;
       }
     }
     const bool is_kept = !op.draws.is_none() && keeps_random.of(heuristic).ptr() == Py_True;
@@ -359,7 +318,7 @@ class Records final : public OpRecords {
       const auto storage = steal(PyObject_CallNoArgs(reference.ptr()));
       if (!storage.is_none()) {
         made.push_back(enter(ledger, storage, origin));
-        moved_bytes += to_int(storage_.size_bytes.of(storage));
+        moved_bytes += storage_of(storage).size_bytes;
       }
     }
     if (is_kept) {
@@ -374,22 +333,22 @@ class Records final : public OpRecords {
 
   // Returns the ledger's id of a storage, as `Memory._enter` does.
   int64_t enter(EvictionLedger& ledger, py::handle storage, std::optional<std::pair<int64_t, int64_t>> origin) {
-    if (!storage_.ledger_id.of(storage).is_none()) {
-      return to_int(storage_.ledger_id.of(storage));
+    if (has(storage_of(storage).ledger_id)) {
+      return to_int(storage_of(storage).ledger_id);
     }
-    const auto id = ledger.add_storage(to_int(storage_.size_bytes.of(storage)), origin);
+    const auto id = ledger.add_storage(storage_of(storage).size_bytes, origin);
     const auto id_object = number(id);
-    storage_.ledger_id.set(storage, id_object);
+    Py_XSETREF(storage_of(storage).ledger_id, Py_NewRef(id_object.ptr()));
     const auto watch = ledger_watch_type_(storage, append.of(dropped_.of(memory_)));
     ledger_watch_id_.set(watch, id_object);
     check(PyDict_SetItem(by_id.of(memory_).ptr(), id_object.ptr(), watch.ptr()));
-    ledger.touch({id}, to_double(storage_.touched_s.of(storage)));
-    if (to_int(storage_.address.of(storage)) == 0) {
+    ledger.touch({id}, storage_of(storage).touched_s);
+    if (storage_of(storage).address == 0) {
       ledger.note_evicted(id);
     }
-    const bool is_held = storage_.base.in(storage) != Py_None || PyDict_GET_SIZE(storage_.aliases.in(storage)) > 0;
-    const bool is_barred = storage_.pinned.in(storage) == Py_True || !is_held;
-    storage_.barred.set(storage, boolean(is_barred));
+    const bool is_held = has(storage_of(storage).base) || PyDict_GET_SIZE(aliases_of(storage)) > 0;
+    const bool is_barred = storage_of(storage).pinned || !is_held;
+    storage_of(storage).barred = is_barred;
     if (is_barred) {
       ledger.pin(id);
     }
@@ -408,18 +367,18 @@ class Records final : public OpRecords {
 
   // Numbers of storages in the order in which they were added, without duplicates.
   struct Numbers {
-    c10::SmallVector<py::object, 8> found;
+    c10::SmallVector<int64_t, 8> found;
 
-    void add(py::object number) {
-      if (std::none_of(found.begin(), found.end(), [&](const auto& other) { return other.is(number); })) {
-        found.push_back(std::move(number));
+    void add(int64_t added) {
+      if (std::find(found.begin(), found.end(), added) == found.end()) {
+        found.push_back(added);
       }
     }
 
-    py::tuple to_tuple() {
+    py::tuple to_tuple() const {
       py::tuple made(found.size());
       for (size_t i = 0; i < found.size(); ++i) {
-        made[i] = std::move(found[i]);
+        made[i] = number(found[i]);
       }
       return made;
     }
@@ -441,7 +400,7 @@ class Records final : public OpRecords {
     bool is_any_read = false;
     for (const auto& tensor : called.written) {
       const auto storage = find_or_add(tensor);
-      if (storage_.pinned.in(storage) != Py_True) {
+      if (!storage_of(storage).pinned) {
         return {};
       }
       is_any_read = is_any_read || is_read(storage);
@@ -679,26 +638,26 @@ class Records final : public OpRecords {
     }
     const auto& tensor = THPVariable_Unpack(object.ptr());
     const auto storage = find_or_add(tensor);
-    const bool is_pinned = storage_.pinned.in(storage) == Py_True;
+    const bool is_pinned = storage_of(storage).pinned;
     const bool is_held = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == ParameterClass ||
         (tensor.is_leaf() && (tensor.requires_grad() || is_pinned));
     auto* type = reinterpret_cast<PyTypeObject*>(saved_tensor_.type.ptr());
     const auto packed = packs.of(sources_);
-    const auto count = to_int(storage_.saved_count.of(storage)) + 1;
+    const auto count = storage_of(storage).saved + 1;
     auto saved = steal(type->tp_alloc(type, 0));
     saved_tensor_.leaf.set(saved, is_held ? object : py::none());
     saved_tensor_.number.set(saved, packed);
     saved_tensor_.storage.set(saved, storage);
     saved_tensor_.version.set(saved, number(version_of(tensor)));
-    check(PyDict_SetItem(storage_.aliases.in(storage), packed.ptr(), steal(THPVariable_Wrap(make_alias(tensor))).ptr()));
-    storage_.saved_count.set(storage, number(count));
+    check(PyDict_SetItem(aliases_of(storage), packed.ptr(), steal(THPVariable_Wrap(make_alias(tensor))).ptr()));
+    storage_of(storage).saved = count;
     check(PyDict_SetItem(saved_.ptr(), identity_of(storage).ptr(), storage.ptr()));
     packs.set(sources_, number(to_int(packed) + 1));
     saved_tensor_.recorder.set(saved, recorder_); // from now on it is released
-    if (!is_pinned && to_int(storage_.checked.of(storage)) != to_int(overwrites.of(memory_))) {
+    if (!is_pinned && storage_of(storage).checked != to_int(overwrites.of(memory_))) {
       pin_if_lost.call(sources_, storage);
     }
-    if (count == 1 && !storage_.ledger_id.of(storage).is_none()) {
+    if (count == 1 && has(storage_of(storage).ledger_id)) {
       allow.call(memory_, storage);
     }
     return saved;
@@ -709,17 +668,21 @@ class Records final : public OpRecords {
     const auto storage = borrow(saved_tensor_.storage.in(saved));
     auto* alias = saved_tensor_.leaf.in(saved);
     if (alias == Py_None) {
-      alias = PyDict_GetItemWithError(storage_.aliases.in(storage), saved_tensor_.number.in(saved));
+      alias = PyDict_GetItemWithError(aliases_of(storage), saved_tensor_.number.in(saved));
       check(alias == nullptr && PyErr_Occurred() != nullptr ? -1 : 0);
     }
     if (alias == nullptr || version_of(THPVariable_Unpack(alias)) != to_int(saved_tensor_.version.of(saved))) {
       return {};
     }
     if (const auto log = log_.of(follower_); !log.is_none()) {
-      unpack_in_log.call(log, number_of(storage, log, step_number.of(follower_)));
+      unpack_in_log.call(log, number(number_of(storage, log, step_number.of(follower_))));
     }
-    touch_at(storage, read_s.of(memory_));
+    touch_at(storage, to_double(read_s.of(memory_)));
     return steal(THPVariable_Wrap(make_alias(THPVariable_Unpack(alias))));
+  }
+
+  static bool has(py::handle value) {
+    return value.ptr() != nullptr && !value.is_none();
   }
 
   static void remove(py::handle dictionary, py::handle key) {
@@ -734,10 +697,10 @@ class Records final : public OpRecords {
   // Logs that a storage was released, as `StepFollower.log_release` does.
   void log_release(py::handle storage, bool only_saved) {
     const auto log = log_.of(follower_);
-    if (log.is_none() || to_int(storage_.step.of(storage)) != to_int(step_number.of(follower_))) {
+    if (log.is_none() || storage_of(storage).step != to_int(step_number.of(follower_))) {
       return;
     }
-    const auto released = released_in_log.of(log), released_number = borrow(storage_.number.in(storage));
+    const auto released = released_in_log.of(log), released_number = number(storage_of(storage).number);
     const auto found = PyDict_Contains(released.ptr(), released_number.ptr());
     check(found);
     if (found == 0) {
@@ -759,7 +722,7 @@ class Records final : public OpRecords {
     for (const auto& tensor : called.written) {
       const auto storage = find_or_add(tensor);
       // Contents that saved tensors may have to be recomputed from are copied first.
-      if (storage_.pinned.in(storage) == Py_True && (!called.updates_statistics || is_read(storage))) {
+      if (storage_of(storage).pinned && (!called.updates_statistics || is_read(storage))) {
         return false;
       }
       if (!written.contains(storage)) {
@@ -816,25 +779,24 @@ class Records final : public OpRecords {
   // Adds a tensor to what an op reads, as `Recorder._replace_by_references` does.
   void refer(const at::Tensor& tensor, OpFields& op) {
     auto storage = find_or_add(tensor);
-    const auto version = borrow(storage_.version.in(storage));
-    storage_.last_read.set(storage, version);
-    touch_at(storage, read_s.of(memory_));
-    if (storage_.pinned.in(storage) == Py_True) {
+    const auto version = storage_of(storage).last_read = storage_of(storage).version;
+    touch_at(storage, to_double(read_s.of(memory_)));
+    if (storage_of(storage).pinned) {
       op.kept.push_back(tensor.storage());
-    } else if (to_int(storage_.checked.of(storage)) != to_int(overwrites.of(memory_))) {
+    } else if (storage_of(storage).checked != to_int(overwrites.of(memory_))) {
       op.recordable = !pin_if_lost.call(sources_, storage).cast<bool>() && op.recordable;
     }
-    op.reads.push_back({std::move(storage), to_int(version), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()});
+    op.reads.push_back({std::move(storage), version, tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()});
   }
 
-  void touch_at(const py::object& storage, py::object now_s) {
-    if (storage_.ledger_id.of(storage).is_none()) {
-      storage_.touched_s.set(storage, std::move(now_s));
-    } else if (auto* ledger = find_ledger(ledger_.of(memory_).ptr()); ledger != nullptr) {
-      ledger->touch({to_int(storage_.ledger_id.of(storage))}, to_double(now_s));
-      storage_.touched_s.set(storage, std::move(now_s));
-    } else {
-      touch.call(memory_, storage, now_s);
+  void touch_at(const py::object& storage, double now_s) {
+    storage_of(storage).touched_s = now_s;
+    if (const py::handle id = storage_of(storage).ledger_id; has(id)) {
+      if (auto* ledger = find_ledger(ledger_.of(memory_).ptr()); ledger != nullptr) {
+        ledger->touch({to_int(id)}, now_s);
+      } else {
+        touch.call(memory_, storage, steal(PyFloat_FromDouble(now_s)));
+      }
     }
   }
 
@@ -858,19 +820,19 @@ class Records final : public OpRecords {
         extra_bytes.add(memory_, -extra);
       }
       const auto storage = steal(PyObject_CallNoArgs(watch_storage_.in(watch)));
-      if (storage.is_none() || storage_.watch.in(storage) != watch.ptr()) {
+      if (!is_tracked_storage(storage) || storage_of(storage).watch != watch.ptr()) { // or it is one that no op has used any more
         continue;
       }
-      const auto address = borrow(storage_.address.in(storage));
+      const auto address = number(storage_of(storage).address);
       if (PyDict_GetItemWithError(resident_.ptr(), address.ptr()) == storage.ptr()) { // else a new storage has the address by now
         check(PyDict_DelItem(resident_.ptr(), address.ptr()));
       }
-      storage_.address.set(storage, number(0));
-      storage_.watch.set(storage, py::none());
-      if (to_int(storage_.saved_count.of(storage)) == 0) {
+      storage_of(storage).address = 0;
+      Py_CLEAR(storage_of(storage).watch);
+      if (storage_of(storage).saved == 0) {
         log_release(storage, false);
       }
-      if (!storage_.ledger_id.of(storage).is_none()) {
+      if (has(storage_of(storage).ledger_id)) {
         note_gone.call(memory_, storage);
       }
     }
@@ -951,7 +913,7 @@ class Records final : public OpRecords {
   }
 
   bool is_read(py::handle storage) {
-    return to_int(storage_.last_read.of(storage)) == to_int(storage_.version.of(storage));
+    return storage_of(storage).last_read == storage_of(storage).version;
   }
 
   // Records what an op has made and written, as `Recorder.record` does, and returns the bytes that it has made.
@@ -987,10 +949,10 @@ class Records final : public OpRecords {
     int64_t made_bytes = 0;
     for (const auto& [i, tensor] : new_tensors) {
       const auto storage = add(tensor, op.recordable);
-      made_bytes += to_int(storage_.size_bytes.of(storage));
+      made_bytes += storage_of(storage).size_bytes;
       op.made.emplace_back(static_cast<int64_t>(i), steal(PyWeakref_NewRef(storage.ptr(), nullptr)));
       if (op.recordable) {
-        check(PyList_Append(storage_.chain.in(storage), object.ptr()));
+        check(PyList_Append(chain_of(storage), object.ptr()));
       }
     }
     if (taken_bytes >= 0) {
@@ -1010,8 +972,8 @@ class Records final : public OpRecords {
   void note_writes(const CalledOp& called, OpFields& op, const py::list& written, bool makes_outputs) {
     const py::object first = written[0];
     const bool is_repeatable = op.recordable && !called.updates_statistics && written.size() == 1;
-    if (is_repeatable && storage_.pinned.in(first) != Py_True && PyList_GET_SIZE(storage_.chain.in(first)) < longest_chain_) {
-      check(PyList_Append(storage_.chain.in(first), record_in_place(op, first).ptr()));
+    if (is_repeatable && !storage_of(first).pinned && PyList_GET_SIZE(chain_of(first)) < longest_chain_) {
+      check(PyList_Append(chain_of(first), record_in_place(op, first).ptr()));
       return begin_version(first);
     }
     for (auto storage : written) {
@@ -1024,7 +986,7 @@ class Records final : public OpRecords {
   }
 
   void begin_version(py::handle storage) {
-    storage_.version.set(storage, number(to_int(storage_.version.of(storage)) + 1));
+    ++storage_of(storage).version;
   }
 
   // Records an op that writes the next version of a storage, as `Recorder._record_in_place_op` does.
@@ -1060,22 +1022,17 @@ class Records final : public OpRecords {
     const auto device = device_of(tensor.device());
     const auto size_object = count_bytes_on(static_cast<int64_t>(tensor.storage().nbytes()), tensor.device());
     const auto size = to_int(size_object);
-    auto storage = storage_.copy(empty_);
-    storage_.chain.set(storage, py::list());
-    storage_.aliases.set(storage, py::dict());
-    storage_.size_bytes.set(storage, size_object);
-    storage_.device.set(storage, device);
-    storage_.pinned.set(storage, boolean(!recordable));
-    storage_.touched_s.set(storage, clock_s.of(memory_));
-    storage_.checked.set(storage, overwrites.of(memory_));
+    auto storage = new_tracked_storage(size, device, !recordable);
+    storage_of(storage).touched_s = to_double(clock_s.of(memory_));
+    storage_of(storage).checked = to_int(overwrites.of(memory_));
     const auto address = address_of(tensor);
-    storage_.address.set(storage, address);
+    storage_of(storage).address = to_int(address);
     const auto held = steal(THPStorage_Wrap(tensor.storage()));
     const auto watch = steal(PyObject_CallFunctionObjArgs(watch_type_.ptr(), held.ptr(), note_freed_.ptr(), nullptr));
     watch_storage_.set(watch, steal(PyWeakref_NewRef(storage.ptr(), nullptr)));
     watch_size_.set(watch, size_object);
     watch_extra_.set(watch, number(0));
-    storage_.watch.set(storage, watch);
+    storage_of(storage).watch = Py_NewRef(watch.ptr());
     const auto live = to_int(live_bytes.of(memory_)) + size;
     live_bytes.set(memory_, number(live));
     if (live > to_int(peak_bytes.of(memory_))) {
@@ -1148,15 +1105,15 @@ class Records final : public OpRecords {
   }
 
   // Returns the number of a storage in a step.
-  py::object number_of(py::handle storage, const py::object& log, const py::object& step) {
-    if (to_int(storage_.step.of(storage)) != to_int(step)) {
+  int64_t number_of(py::handle storage, const py::object& log, const py::object& step) {
+    if (storage_of(storage).step != to_int(step)) {
       const auto sizes = sizes_bytes.of(log);
-      storage_.step.set(storage, step);
-      storage_.number.set(storage, number(PyList_GET_SIZE(sizes.ptr())));
-      check(PyList_Append(sizes.ptr(), storage_.size_bytes.in(storage)));
+      storage_of(storage).step = to_int(step);
+      storage_of(storage).number = PyList_GET_SIZE(sizes.ptr());
+      check(PyList_Append(sizes.ptr(), number(storage_of(storage).size_bytes).ptr()));
       check(PyList_Append(storages.of(follower_).ptr(), steal(PyWeakref_NewRef(storage.ptr(), nullptr)).ptr()));
     }
-    return borrow(storage_.number.in(storage));
+    return storage_of(storage).number;
   }
 
   const Name acquire{"acquire"}, add_of_memory{"add"}, allow{"allow"}, append{"append"}, begin_step_of{"_begin_step"},
@@ -1174,11 +1131,10 @@ class Records final : public OpRecords {
       settle{"settle"}, sizes_bytes{"sizes_bytes"}, start{"start"}, step_number{"number"}, step_ops{"step_ops"}, stop{"stop"},
       storages{"_storages"}, structures{"structures"}, touch{"touch"}, unlock{"release"}, unpack_in_log{"unpack"};
 
-  const py::object recorder_, new_storage_, watch_type_, reference_type_, logged_type_;
+  const py::object recorder_, watch_type_, reference_type_, logged_type_;
   const OpClass op_;
   const KnownClass known_;
   const SavedClass saved_tensor_;
-  const StorageClass storage_;
   const py::object invisible_;
   const Slot watch_extra_, watch_size_, watch_storage_;
   const py::object lock_, memory_, follower_, plans_, recomputation_, costs_, sources_, saved_, names_, noted_, sizes_, resident_, freed_, note_freed_;
@@ -1189,7 +1145,6 @@ class Records final : public OpRecords {
   const py::object hole_, new_op_, new_known_;
   const c10::Device budget_device_;
   const bool times_each_; // ops are done when they return
-  const py::object empty_ = new_storage_(0, py::none(), py::arg("pinned") = true);
   std::vector<std::pair<c10::Device, py::object>> devices_;
   std::unordered_map<Key, OpFields, KeyHash> patterns_; // records of ops, without their storages
 };

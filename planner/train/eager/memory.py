@@ -80,6 +80,7 @@ class Memory:
         self.evict_planned: Callable[[], bool] = lambda: False
         self.enter_ops: Callable[[list[weakref.ref[RecordedOp]]], bool] = lambda _ops: False
         self.forget_unneeded: Callable[[], None] = lambda: None
+        self._new_storage: Callable[..., TrackedStorage] = TrackedStorage
         self._new_ledger = new_ledger
         self._unheld = _count_unheld()
         self.pending: list[weakref.ref[RecordedOp]] = []
@@ -107,7 +108,7 @@ class Memory:
         held = tensor.untyped_storage()
         if storage is None:
             device = tensor.device
-            storage = TrackedStorage(self.sizes.count_bytes(held.nbytes(), device), device, pinned=pinned)
+            storage = self._new_storage(self.sizes.count_bytes(held.nbytes(), device), device, pinned=pinned)
             storage.touched_s = self.clock_s
             storage.checked = self.overwrites
         storage.address = address = storage_address(tensor)
@@ -127,6 +128,15 @@ class Memory:
             self._invisible.add(watch)
             self.extra_bytes += size_bytes
         return storage
+
+    def replace_storages(self, new_storage: Callable[..., TrackedStorage]) -> None:
+        """Make storages by `new_storage` from now on, and replace those that are resident. All records must be forgotten."""
+        self._new_storage = new_storage
+        for address, known in self.resident.items():
+            storage = self.resident[address] = new_storage(known.size_bytes, known.device, pinned=True)
+            storage.address, storage.version, storage.watch = address, known.version, known.watch
+            assert storage.watch is not None
+            storage.watch.storage = weakref.ref(storage)
 
     def settle(self) -> None:
         """Record the storages that were freed since the last call."""

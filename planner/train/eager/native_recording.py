@@ -1,7 +1,7 @@
 """The Python side of ``planner/native/eager_ops.cpp`` and ``op_records.cpp``, which execute and record most ops.
 
-Known weakness: storages and saved tensors are Python objects. The library makes them faster than Python does, but each op takes a
-few microseconds.
+Known weakness: saved tensors, what watches storages and the counts of bytes are Python objects, and evicted tensors are
+recomputed in Python.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from planner.train.eager.saved_tensors import SavedTensor, unpack
 from planner.train.eager.shared_context import SharedContext
 from planner.train.eager.sizes import KnownOp, may_take_workspace
 from planner.train.eager.step_log import LoggedOp
-from planner.train.eager.storages import HOLE, LedgerWatch, RecordedOp, Reference, StorageWatch, TrackedStorage
+from planner.train.eager.storages import HOLE, LedgerWatch, RecordedOp, Reference, StorageMethods, StorageWatch, TrackedStorage
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -56,7 +56,10 @@ class NativeRecording:
         self._describe = _Describe(self._fill_facts)  # kept alive as long as the library may call it
         self._handle = library.eager_new(self._describe)
         weakref.finalize(self, library.eager_drop, self._handle)
-        parts = TrackedStorage, StorageWatch, Reference, LoggedOp, RecordedOp, KnownOp, SavedTensor, LONGEST_CHAIN, LOCK
+        recorder.follower.end()
+        recorder.forget()
+        recorder.memory.replace_storages(_create_storage_type(library))
+        parts = StorageWatch, Reference, LoggedOp, RecordedOp, KnownOp, SavedTensor, LONGEST_CHAIN, LOCK
         self.record_with((recorder, *parts, get_random_state, LedgerWatch, FEW_OPS, MEASUREMENTS, HOLE))
 
     @staticmethod
@@ -135,6 +138,13 @@ def _find_functions() -> ctypes.CDLL | None:
     """Return the functions of the library; None while it is not loaded, or if PyTorch refuses to register them."""
     library = find_library()
     return None if library is None else _install(library)
+
+
+def _create_storage_type(library: ctypes.CDLL) -> type[TrackedStorage]:
+    """Return the library's type of storages."""
+    create = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(("eager_storage_type", library))
+    created: type[TrackedStorage] = create(StorageMethods)
+    return created
 
 
 @cache

@@ -15,7 +15,36 @@ from planner.train.eager.sizes import KnownOp
 new_reference = tuple.__new__
 
 
-class TrackedStorage:
+class StorageMethods:
+    """The methods of storages: of those here, and of those with the same attributes that the C++ library makes."""
+
+    __slots__ = ()
+    version: int
+    chain: "list[RecordedOp]"
+    pinned: bool
+    watch: "StorageWatch | None"
+    base: torch.Tensor | None
+    aliases: dict[int, torch.Tensor]
+    snapshots: dict[int, torch.Tensor] | None
+
+    def is_recomputable(self, version: int) -> bool:
+        """Return True if the contents of `version` can be recomputed by the chain."""
+        return version < len(self.chain)
+
+    def has_copy(self, version: int) -> bool:
+        """Return True if there is a copy of the contents of `version`."""
+        return self.snapshots is not None and version in self.snapshots
+
+    def get_storage(self) -> torch.UntypedStorage | None:
+        """Return the storage in memory; None if it is not resident."""
+        return None if self.watch is None else self.watch()
+
+    def is_owned(self) -> bool:
+        """Return True if the runtime keeps it in memory, and may free it if nothing else holds it."""
+        return not self.pinned and (self.base is not None or bool(self.aliases))
+
+
+class TrackedStorage(StorageMethods):
     """The storage of a tensor and its views, resident or not.
 
     An in-place write makes another version of the contents. The chain has the op that made each version, so that the contents can
@@ -87,22 +116,6 @@ class TrackedStorage:
         self.snapshots: dict[int, torch.Tensor] | None = None
         self.checked = 0
         self.step = self.number = 0
-
-    def is_recomputable(self, version: int) -> bool:
-        """Return True if the contents of `version` can be recomputed by the chain."""
-        return version < len(self.chain)
-
-    def has_copy(self, version: int) -> bool:
-        """Return True if there is a copy of the contents of `version`."""
-        return self.snapshots is not None and version in self.snapshots
-
-    def get_storage(self) -> torch.UntypedStorage | None:
-        """Return the storage in memory; None if it is not resident."""
-        return None if self.watch is None else self.watch()
-
-    def is_owned(self) -> bool:
-        """Return True if the runtime keeps it in memory, and may free it if nothing else holds it."""
-        return not self.pinned and (self.base is not None or bool(self.aliases))
 
 
 class StorageWatch(weakref.ref[torch.UntypedStorage]):

@@ -39,6 +39,7 @@ from torch._dynamo.eval_frame import (
 from torch._dynamo.exc import (
     BackendCompilerFailed,  # wraps errors of a backend
     FailOnRecompileLimitHit,  # inputs of too many sizes
+    ObservedAttributeError,  # the captured code reads an attribute that is missing
     TorchDynamoException,  # its messages need no class name
     TorchRuntimeError,
 )
@@ -49,6 +50,7 @@ from torch._dynamo.functional_export import (
 from torch._dynamo.guards import (
     CheckFunctionManager,  # checks guards before each step
     GuardBuilder,  # what a guard checks
+    install_guard,
 )
 from torch._dynamo.output_graph import OutputGraph  # the graph of a frame while it is captured
 from torch._dynamo.side_effects import SideEffects  # Python values that a step changes
@@ -414,6 +416,12 @@ def get_other_name(guard: Any) -> str | None:
     """Return the other name of a value that a guard wants to be one object under two names; None for other guards."""
     other = getattr(guard.create_fn, "keywords", {}).get("source_b")
     return None if other is None else get_source_name(other)
+
+
+def get_attribute_name(guard: Any) -> str:
+    """Return the name of the attribute that a guard asks for (``hasattr``); that of the object itself for other guards."""
+    attribute = getattr(guard.create_fn, "keywords", {}).get("attr")
+    return guard.name if attribute is None else f"{guard.name}.{attribute}"
 
 
 def find_graph_breaks(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str]]:

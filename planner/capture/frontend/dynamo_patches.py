@@ -330,6 +330,25 @@ def _copy_attributes(module: nn.Module, attributes: Mapping[str, Mapping[str, An
 
 
 @contextmanager
+def guard_missing_attributes() -> Iterator[None]:
+    """Guard that an attribute is missing where the captured code has met its AttributeError, as Dynamo does for ``hasattr``."""
+    with ExitStack() as stack:
+        for kind in (private.UnspecializedNNModuleVariable, private.UserDefinedObjectVariable):
+            stack.enter_context(wrap(kind, private.GETATTR, _get_or_guard))
+        yield
+
+
+def _get_or_guard(get_attribute: Any, owner: Any, translator: Any, name: str) -> Any:
+    try:
+        return get_attribute(owner, translator, name)
+    except private.ObservedAttributeError:
+        if owner.source is not None and name not in getattr(owner.value, "__dict__", {name}):
+            missing = partial(private.GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)
+            private.install_guard(owner.source.make_guard(missing))
+        raise
+
+
+@contextmanager
 def read_optimizers() -> Iterator[None]:
     """Read the groups of an optimizer, such as its learning rate, as those of any object: its parameters are no inputs then."""
     with patch.object(private.OptimizerVariable, private.GETATTR, getattr(private.UserDefinedObjectVariable, private.GETATTR)):

@@ -25,6 +25,7 @@ from planner.capture.frontend.dynamo_patches import (
     allow_requires_grad_writes,
     call_at_end,
     follow_distributions,
+    guard_missing_attributes,
     ignore_cudnn_flags,
     keep_attributes,
     read_generic_aliases,
@@ -333,6 +334,7 @@ def _trace_with_later_values(
             dynamo.enter_context(call_at_end(later.end, drop_hooks, write_replaced_buffers, write_data))
             dynamo.enter_context(ignore_cudnn_flags(find_device(step, batch)))
             dynamo.enter_context(follow_distributions())
+            dynamo.enter_context(guard_missing_attributes())
             dynamo.enter_context(read_optimizers())
             dynamo.enter_context(read_numpy_floats())
             dynamo.enter_context(read_generic_aliases())

@@ -71,7 +71,8 @@ class PythonState:
             _restore_items(found, wanted)
         for place, first in after_first._contents.items():
             if place not in self._contents:  # made by the first call
-                _restore_items(after_first._seen[place], first)
+                found = after_first._seen[place]
+                _restore_items(found, _take_back(first, found))
         for write, before in self._variables:
             write(before)
         return kept
@@ -193,6 +194,13 @@ def _restore_items(place: Any, before: Any) -> None:
     if not _has_same(place, before):
         place.clear()
         (place.extend if isinstance(place, list | deque) else place.update)(before)
+
+
+def _take_back(first: Any, second: Any) -> Any:
+    """Return what a container began with that held `first` after one call, and `second` after another: both append as much."""
+    added = len(second) - len(first)
+    grows = isinstance(second, list | deque) and 0 < added <= len(first) and _is_same(first, list(second)[: len(first)])
+    return first[: len(first) - added] if grows else first
 
 
 def _has_same(now: Any, before: Any) -> bool:

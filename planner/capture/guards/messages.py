@@ -15,6 +15,7 @@ _PATTERNS = (
         r"___check_type_id\((?P<source>.+), \d+\), type=<class '(?P<planned>.+)'>",
         "{name} was a {planned} when the step was planned, and is a {type} now",
     ),
+    (r"not hasattr\((?P<source>.+), '(?P<planned>\w+)'\)", "{name}.{planned} was set since the step was planned"),
     (
         r"not ___dict_contains\('(?P<planned>\w+)', (?P<source>.+)\.__dict__\)",
         "{name}.{planned} was set since the step was planned",
@@ -53,6 +54,8 @@ _OF_VALUES = (
     r"___check_obj_id\((?P<source>.+), \d+\), type=<.+>",  # of a member of an enumeration
     r"not ___dict_contains\('(?P<name>\w+)', (?P<source>.+)\.__dict__\)",
 )
+# An attribute or a key that was not there, as what the first step creates.
+_ABSENT = re.compile(r"not (?:hasattr\(.+, '\w+'\)|___dict_contains\(.+\))")
 
 
 def explain(part: str, local: Scope, scope: Scope) -> str:
@@ -109,6 +112,8 @@ def is_mode(part: str) -> bool:
 def is_followed_value(part: str, local: Scope, scope: Scope) -> bool:
     """Return True if the guard `part` is about a value that a step follows (``is_plain``), except a mode."""
     code = get_code(part)
+    if _ABSENT.fullmatch(code):
+        return True
     found = next(filter(None, (re.fullmatch(pattern, code, re.DOTALL) for pattern in _OF_VALUES)), None)
     if found is None or is_mode(part) or found["source"].startswith(("len(", "str(")):
         return False

@@ -242,8 +242,9 @@ def build_guards(
 
 
 def list_guarded_names(output: private.CaptureOutput) -> frozenset[str]:
-    """Return the names of all that guards look at, as Dynamo writes them."""
-    return frozenset(guard.name for guard in output.graph_capture_output.output_graph.guards)
+    """Return the names of all that guards look at, as Dynamo writes them; also of attributes that are missing."""
+    guards = output.graph_capture_output.output_graph.guards
+    return frozenset(name for guard in guards for name in (guard.name, private.get_attribute_name(guard)))
 
 
 def get_global_state() -> dict[str, object]:

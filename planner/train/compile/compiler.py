@@ -336,7 +336,9 @@ class Compiler:
             again = "captured again: " if any(step.plan is other.plan for other in steps) else "planned again: "
             cost = f"about {time.perf_counter() - began:.1g} s"
             later = f"it is read in each step from now on, after {cost}"
-            if step._executor is None or name not in step._executor.free_numbers:
+            if " was set since " in what:
+                later = f"it took {cost}"
+            elif step._executor is None or name not in step._executor.free_numbers:
                 later = f"each new value takes {cost}, a tensor in its place none"
             warn_caller(f"{again}{what} (said once; {later})")
         return step

@@ -3,7 +3,8 @@
 ``if loss.item() < self.best: self.best = loss.item()`` needs a number in the step, though no op depends on it. Where both sides
 of an ``if`` do nothing but set attributes and items, call what only records, or raise an error, the statement is a later call: it
 is compiled as a function of the local names that it reads, and the capture goes on behind it. What it sets is read later from
-then on, wherever the step reads it.
+then on, wherever the step reads it. So is a ``try`` statement that looks up what is only known then, as in ``try:
+self.log[name].append(value)``, ``except KeyError: self.log[name] = [value]``.
 
 The user's own functions and methods are read in turn, with what their parameters and local names stand for. Code that may do
 more than record, or cannot be read, leaves the branch to ``guards.branches``; so do assignments to the step's local names, and
@@ -30,7 +31,7 @@ from planner.capture.frontend.python_state import is_followed, is_own
 from planner.capture.guards.names import build_accessor
 from planner.torch_private.capture import GETATTR, AttrSource, CellVariable, GlobalSource, VariableTracker, get_source_name
 
-_STATEMENTS = (ast.If, ast.With, ast.Assign, ast.AugAssign, ast.Expr, ast.Raise, ast.Pass)
+_STATEMENTS = (ast.If, ast.Try, ast.With, ast.Assign, ast.AugAssign, ast.Expr, ast.Raise, ast.Pass)
 _IN_FUNCTIONS = (*_STATEMENTS, ast.Return, ast.For, ast.AnnAssign, ast.Continue, ast.Break)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _REFUSED = (ast.Lambda, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, ast.Starred)
@@ -90,7 +91,7 @@ class _Function:
 
 @dataclass(slots=True)
 class RecordingBranch:
-    """An ``if`` statement of a frame that is captured.
+    """An ``if`` or ``try`` statement of a frame that is captured.
 
     Attributes:
         translator: of the frame.
@@ -100,14 +101,13 @@ class RecordingBranch:
     """
 
     translator: Any
-    statement: ast.If
+    statement: ast.If | ast.Try
     changed: list[Any] = field(default_factory=list)
     reading: list[FunctionType] = field(default_factory=list)
 
     @classmethod
-    def find(cls, translator: Any) -> "RecordingBranch | None":
-        """Return the statement whose test decides the next jump, if it only records; None otherwise."""
-        statement = _find_statement(translator)
+    def find(cls, translator: Any, statement: ast.If | ast.Try | None) -> "RecordingBranch | None":
+        """Return the statement if it only records; None otherwise."""
         if statement is None:
             return None
         branch = cls(translator, statement)
@@ -134,19 +134,30 @@ class RecordingBranch:
 
     def find_end(self) -> int | None:
         """Return the position of the instruction behind the statement; None if it is not known."""
-        instructions, otherwise = self.translator.instructions, 0
-        for instruction in instructions[self.translator.instruction_pointer :]:
-            if not _is_of_test(instruction.positions, self.statement):
-                break
-            if instruction.target is not None:  # of several, the last jump goes to the other side or the end
-                otherwise = self.translator.indexof[instruction.target]
-        if not self.statement.orelse:
+        statement, instructions = self.statement, self.translator.instructions
+        otherwise = self._find_otherwise(statement) if isinstance(statement, ast.If) else self._find_passed(statement)
+        if isinstance(statement, ast.If) and not statement.orelse:
             return otherwise
         last = instructions[otherwise - 1]
         if last.opname.startswith("JUMP") or last.opname == "RETURN_CONST":
             return otherwise - 1
         is_end = last.opname == "RETURN_VALUE" and instructions[otherwise - 2].opname == "LOAD_CONST"
         return otherwise - 2 if is_end else None
+
+    def _find_otherwise(self, statement: ast.If) -> int:
+        """Return the position of the first instruction of the other side, or behind the statement if it has none."""
+        otherwise = 0
+        for instruction in self.translator.instructions[self.translator.instruction_pointer :]:
+            if not _is_in(instruction.positions, statement.test) and _locate_code(instruction.positions) != _locate(statement):
+                break
+            if instruction.target is not None:  # of several, the last jump goes to the other side or the end
+                otherwise = self.translator.indexof[instruction.target]
+        return otherwise
+
+    def _find_passed(self, statement: ast.Try) -> int:
+        """Return the position behind the instructions that run if there is no exception."""
+        last = (statement.orelse or statement.body)[-1]
+        return max(i for i, each in enumerate(self.translator.instructions) if _is_in(each.positions, last)) + 1
 
     def _check(self, statements: Sequence[ast.stmt], within: _Function | None = None) -> None:
         """Raise unless the statements only record, and note what they change; `within` as in ``_Function.names``."""
@@ -339,8 +350,43 @@ def get_known_name(source: Any) -> str | None:
     return name if re.match(r"(\w+\()*(L\['self'\]|G\[)", name) else None  # dict(type(L['self']).__dict__)['forward'].__closure__
 
 
-def record_branch(values: Any, translator: Any) -> bool:
-    """Record the statement whose test decides the next jump as a later call, and go on behind it; return False if it does more.
+def record_test(values: Any, translator: Any) -> bool:
+    """Record the statement whose test decides the next jump (``_record``); its value is on the stack.
+
+    Raises:
+        TraceError: the capture has to begin again.
+    """
+    branch = RecordingBranch.find(translator, _find_tested(translator))
+    if branch is None or (translator.stack[-1].realize().is_tensor() and branch.raises):
+        return False  # an error on a tensor is an assertion, which is checked in the step
+    recorded = _record(values, translator, branch)
+    if recorded:
+        translator.pop()
+    return recorded
+
+
+def record_try(values: Any, translator: Any) -> bool:
+    """Record the ``try`` statement that the next instruction begins (``_record``).
+
+    Raises:
+        TraceError: the capture has to begin again.
+    """
+    positions = translator.instructions[translator.instruction_pointer].positions
+    tries = [node for node in _list_statements(translator) if isinstance(node, ast.Try) and _is_in(positions, node)]
+    branch = RecordingBranch.find(translator, tries[-1])
+    return branch is not None and _record(values, translator, branch)
+
+
+def find_try(translator: Any) -> int | None:
+    """Return the position of the first instruction of the innermost ``try`` statement that the current one is tried in."""
+    positions, instructions = translator.current_instruction.positions, translator.instructions
+    tries = [node for node in _list_statements(translator) if isinstance(node, ast.Try)]
+    found = [node for node in tries if not node.finalbody and any(_is_in(positions, tried) for tried in node.body)]
+    return next((i for i, each in enumerate(instructions) if _is_in(each.positions, found[-1])), None) if found else None
+
+
+def _record(values: Any, translator: Any, branch: RecordingBranch) -> bool:
+    """Record a statement as a later call, and go on behind it; return False if it does more than record.
 
     Args:
         values: the later values of the capture.
@@ -348,9 +394,6 @@ def record_branch(values: Any, translator: Any) -> bool:
     Raises:
         TraceError: the capture has to begin again.
     """
-    branch = RecordingBranch.find(translator)
-    if branch is None or (translator.stack[-1].realize().is_tensor() and branch.raises):
-        return False  # an error on a tensor is an assertion, which is checked in the step
     end = branch.find_end()
     if end is None or not values.may_change(branch.changed):
         return False
@@ -362,7 +405,6 @@ def record_branch(values: Any, translator: Any) -> bool:
     known, changed = translator.output.variable_tracker_cache, tuple(map(get_source_name, branch.changed))
     for source in [source for source in known if get_source_name(source).startswith(changed)]:
         del known[source]  # read again from here on
-    translator.pop()
     translator.instruction_pointer = end
     return True
 
@@ -401,32 +443,39 @@ def _is_own(function: Any) -> bool:
     return isinstance(function, FunctionType) and is_own(function.__globals__.get("__name__", "torch"))
 
 
-def _find_statement(translator: Any) -> ast.If | None:
-    position = translator.instruction_pointer
-    instruction = translator.instructions[position]
-    text = "".join(linecache.getlines(translator.f_code.co_filename))
-    if not instruction.opname.startswith("POP_JUMP") or not text:
+def _list_statements(translator: Any) -> tuple[ast.AST, ...]:
+    return _list_nodes("".join(linecache.getlines(translator.f_code.co_filename)))
+
+
+def _find_tested(translator: Any) -> ast.If | None:
+    instruction = translator.instructions[translator.instruction_pointer]
+    if not instruction.opname.startswith("POP_JUMP"):
         return None
-    branches = (node for node in _list_nodes(text) if isinstance(node, ast.If))
-    return next((node for node in branches if _is_of_test(instruction.positions, node)), None)
+    branches = (node for node in _list_statements(translator) if isinstance(node, ast.If))
+    positions = instruction.positions  # some jumps have those of the statement itself
+    return next((each for each in branches if _is_in(positions, each.test) or _locate_code(positions) == _locate(each)), None)
 
 
 @lru_cache(maxsize=8)
 def _list_nodes(text: str) -> tuple[ast.AST, ...]:
-    """Return the branches and functions in `text`."""
+    """Return the branches and functions in `text`, outer ones first."""
     try:
-        return tuple(node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.If | ast.FunctionDef))
+        return tuple(node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.If | ast.Try | ast.FunctionDef))
     except SyntaxError:  # as in a notebook's cell with magic commands
         return ()
 
 
-def _is_of_test(positions: Any, statement: ast.If) -> bool:
-    """Return True if an instruction belongs to the test of a statement, or, as some of its jumps, to the statement itself."""
+def _is_in(positions: Any, node: ast.expr | ast.stmt) -> bool:
+    """Return True if an instruction belongs to the code of a node."""
+    found, (first, last) = _locate_code(positions), _locate(node)
+    return found is not None and first <= found[0] and found[1] <= last
+
+
+def _locate_code(positions: Any) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Return where the code of an instruction begins and ends; None if that is not known."""
     if positions is None or positions.lineno is None or positions.col_offset is None:
-        return False
-    found = (positions.lineno, positions.col_offset), (positions.end_lineno, positions.end_col_offset)
-    test, whole = _locate(statement.test), _locate(statement)
-    return found == whole or (test[0] <= found[0] and found[1] <= test[1])
+        return None
+    return (positions.lineno, positions.col_offset), (positions.end_lineno, positions.end_col_offset)
 
 
 def _locate(node: ast.expr | ast.stmt) -> tuple[tuple[int, int], tuple[int, int]]:

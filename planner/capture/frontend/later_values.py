@@ -31,7 +31,7 @@ from torch import fx, nn
 from graphs.errors import TraceError
 from planner.capture.frontend.constant_tensors import compute_constant
 from planner.capture.frontend.effects import Effect, list_effects
-from planner.capture.frontend.later_branches import get_known_name, record_branch
+from planner.capture.frontend.later_branches import find_try, get_known_name, record_test, record_try
 from planner.capture.frontend.later_calls import (
     Collector,
     LaterCall,
@@ -58,6 +58,9 @@ _PARTS_OF_MODULES = (nn.Parameter, nn.Module, nn.Buffer)
 _FUNCTIONS = ("fn", "value", "descriptor")  # the attributes of variables in which functions are
 _PURE = ("_operator", "builtins", "math")
 _DECIDING = re.compile(r"JUMP.*_IF_|CONTAINS_OP")  # instructions that decide what comes next by a value, which Dynamo guesses
+_CONTAINERS = (list, dict, set, deque)
+_LOOKUPS = (operator.getitem, operator.delitem)
+_RETURNING_NONE = {"append", "appendleft", "extend", "extendleft", "insert", "add", "update", "clear", "__setitem__"}
 _CONSTANTS = (int, float, str, type(None))
 _UNKNOWN = object()
 _Location = tuple[Any, int]  # an instruction: its code, and its position there
@@ -108,7 +111,9 @@ class LaterVariable(private.VariableTracker):
         codegen.append_output(codegen.create_load_const(None))
 
     def var_getattr(self, tx: Any, name: str) -> Any:
-        """Record that an attribute is read."""
+        """Record that an attribute is read; a method of a container is about to be called."""
+        if isinstance(self.example, _CONTAINERS):
+            return private.GetAttrVariable(self, name)
         return self.values.record(tx, getattr, [self, private.ConstantVariable.create(name)])
 
     nb_bool_impl, tp_getattro_impl = bool_impl, var_getattr  # as torch 2.14 calls them
@@ -124,8 +129,10 @@ class LaterVariable(private.VariableTracker):
         return self.values.record(tx, _call, [self, *args], kwargs)
 
     def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Record a call of a method."""
-        return self.values.record(tx, _call_method, [self, private.ConstantVariable.create(name), *args], kwargs)
+        """Record a call of a method; those that fill a container return None, which a hook may return in turn."""
+        result = self.values.record(tx, _call_method, [self, private.ConstantVariable.create(name), *args], kwargs)
+        fills = isinstance(self.example, _CONTAINERS) and name in _RETURNING_NONE
+        return private.ConstantVariable.create(None) if fills else result
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -155,6 +162,7 @@ class LaterValues:
     stored: set[str] = field(default_factory=set)
     _read: dict[str, frozenset[str]] = field(default_factory=dict)  # all names of an object that is read later, by name
     _copied: set[_Location] = field(default_factory=set)  # where tensors are copied, since the step writes them afterwards
+    _tried: set[_Location] = field(default_factory=set)  # where statements begin that are tried after the step
     _needed: set[Any] = field(default_factory=set)  # names and instructions whose values the step needs
     _refuses: bool = False  # whether all are needed
     _learned: bool = False
@@ -188,8 +196,24 @@ class LaterValues:
     def record(self, tx: Any, function: Callable[..., Any], args: Iterable[Any], kwargs: Any = None) -> LaterVariable:
         """Record a call, and return the variable of its result."""
         self._follow(tx.output)
+        self._try_whole(tx, function, args)
         given, origins = self._convert_all(tx, function, args, kwargs or {})
         return self._add(function, *given, origins, self._find_example(function, args, kwargs))
+
+    def _try_whole(self, tx: Any, function: Callable[..., Any], args: Iterable[Any]) -> None:
+        """Begin again where a container is asked for an item in a ``try`` statement: the statement is done after the step.
+
+        Raises:
+            CaptureAgainError: as it says; if the statement does more than record, with the container.
+        """
+        owner = next(iter(args), None)
+        if not (function in _LOOKUPS and isinstance(owner, LaterVariable) and isinstance(owner.example, _CONTAINERS)):
+            return
+        if (begin := find_try(tx)) is not None:
+            if (tx.f_code, begin) in self._tried:
+                self.need(owner)
+            self._learn(self._tried, {(tx.f_code, begin)})
+            raise CaptureAgainError
 
     def read(self, builder: Any, name: str, value: object) -> LaterVariable:
         """Return the variable of an object that is read after the step."""
@@ -542,11 +566,13 @@ def _step_or_need(values: LaterValues, step: Any, translator: Any) -> Any:
             translator.stack[-1] = private.VariableTracker.build(translator, bool(known))
             return step(translator)
         may_be_recorded = not values._refuses and (isinstance(top, LaterVariable) or top.is_tensor())
-        if may_be_recorded and record_branch(values, translator):
+        if may_be_recorded and record_test(values, translator):
             return True
         for variable in translator.stack[-2 if decides[0] == "CONTAINS_OP" else -1 :]:
             if isinstance(found := variable.realize(), LaterVariable):
                 values.need(found)
+    if (translator.f_code, position) in values._tried and not values._refuses and record_try(values, translator):
+        return True
     return step(translator)
 
 
@@ -613,7 +639,7 @@ def _find_recorded(values: LaterValues, function: Any, given: Collection[Any]) -
     if owner.is_tensor():
         return None
     kind = owner.python_type() if value is None else type(value)
-    if issubclass(kind, list | dict | set | deque):
+    if issubclass(kind, _CONTAINERS):
         values.read_owner_later(owner.source)
         return None
     if is_followed(kind.__module__) or (kind.__module__ == "builtins" and kind is not str):

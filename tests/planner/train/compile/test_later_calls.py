@@ -450,8 +450,44 @@ def smooth(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Ten
     return loss
 
 
+def create(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    try:
+        model.created.append(loss.item())
+    except AttributeError:
+        model.created = [loss.item()]
+    if not hasattr(model, "rows"):
+        model.rows = []
+    model.rows.append(loss.item())
+    return loss
+
+
+def create_deque(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    if not hasattr(model, "rows"):
+        model.rows = deque(maxlen=3)
+    model.rows.append(loss.item())
+    if "losses" not in model.tables:
+        model.tables["losses"] = []
+    model.tables["losses"].append(loss.detach())
+    return loss
+
+
+def look_up(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    for name, value in (("loss", loss.item()), ("mean", hidden.detach().mean()), ("loss", 1)):
+        try:
+            model.tables[name].append(value)
+        except KeyError:
+            model.tables[name] = [value]
+        else:
+            model.hits += 1
+    try:
+        model.tables["lowest"] = min(model.tables["lowest"], loss.item())
+    except (KeyError, TypeError):
+        model.tables["lowest"] = loss.item()
+    return loss
+
+
 @pytest.mark.filterwarnings("ignore:(captured|planned) again", "ignore:.*set by the first step")
-@pytest.mark.parametrize("note", [meter, smooth])
+@pytest.mark.parametrize("note", [meter, smooth, create, create_deque, look_up])
 def test_what_the_first_step_makes_to_record_in_begins_empty(note: Forward) -> None:
     torch.manual_seed(0)
     eager, batches = Noting(note), [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(4)]
@@ -462,8 +498,23 @@ def test_what_the_first_step_makes_to_record_in_begins_empty(note: Forward) -> N
         for one, run in ((model, step), (eager, eager)):
             run(*batch).backward()
             one.zero_grad()
-    assert model.text == eager.text
+    for name in ("text", "tables", "hits", "created", "rows"):
+        assert getattr(model, name, None) == getattr(eager, name, None)
     assert [vars(each) for each in model.meters.values()] == [vars(each) for each in eager.meters.values()]
+
+
+def test_a_hook_that_fills_a_list_in_a_lambda_is_followed() -> None:
+    torch.manual_seed(0)
+    eager, batch = Noting(append), (torch.randn(8, 16), torch.randn(8, 16))
+    model = copy.deepcopy(eager)
+    for one in (eager, model):
+        one.layers[0].register_forward_hook(lambda _module, _inputs, output, one=one: one.losses.append(output.std().item()))
+    step = planner.compile(model, None, batch, budget="100%", wait=0.1, on_progress=False)
+    for _ in range(3):
+        for one, run in ((model, step), (eager, eager)):
+            run(*batch).backward()
+            one.zero_grad()
+    assert model.losses == eager.losses and len(model.losses) == 6
 
 
 def write_by_method(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,7 @@ def capture(  # noqa: PLR0913  # what a step consists of, and how it is captured
     as_on_cuda: bool = False,
     name: str = "",
     numbers: Collection[str] | None = (),
+    looks: bool = True,
 ) -> Capture:
     """Capture one training step of `model` on `batch`.
 
@@ -56,13 +57,14 @@ def capture(  # noqa: PLR0913  # what a step consists of, and how it is captured
         as_on_cuda: choose the kernels that CUDA would (attention), to plan without a GPU.
         name: name of the model, for the provenance.
         numbers: names of numbers that the program reads in each step, as Dynamo writes them; None if it can read none.
+        looks: let libraries look at the masks in the batch, as in eager PyTorch: steps with other masks are then refused.
 
     Raises:
         TraceError: the step cannot be captured as one static graph, or has no scalar loss to train on.
     """
     step = _step(model, loss_fn, batch)
     device = find_device(model, batch)
-    joint, guards, branches = capture_joint_graph(step, batch, as_on_cuda=as_on_cuda, numbers=numbers)
+    joint, guards, branches = capture_joint_graph(step, batch, as_on_cuda=as_on_cuda, numbers=numbers, looks=looks)
     graph = joint.graph_module.graph
     conditions = branches.build_guards(graph, step, batch) if branches else None
     if as_on_cuda:

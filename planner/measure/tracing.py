@@ -146,7 +146,8 @@ def capture_step(workload: Workload, settings: PlanSettings, *, variant: "Compil
         captured = capture_kernels(*workload, variant=variant, optimizer=optimizer, accumulate=accumulate, name=name)
     else:
         numbers = settings.numbers if settings.reads_numbers else None
-        step = capture(*workload, optimizer=optimizer, accumulate=accumulate, name=name, numbers=numbers)
+        looks = settings.replan is not False  # otherwise a batch with other masks would end the training
+        step = capture(*workload, optimizer=optimizer, accumulate=accumulate, name=name, numbers=numbers, looks=looks)
         captured = set_dense_sizes(step)
     prepare_for_tight_memory(captured.graph, torch.device(captured.graph.device))
     return captured

@@ -1,7 +1,8 @@
 """Tensors of a step that depend on nothing but its code: positions that a model counts, and what is computed from them.
 
 Libraries look at their values in eager PyTorch (whether sequences are packed) and do without where they are traced, since a
-compiler cannot answer for tensors in general. For these it can: what makes them is executed.
+compiler cannot answer for tensors in general. For these it can: what makes them is executed. Masks of the batch are looked at in
+a capture with its values (``guards.branches``).
 
 Known weakness: one that is written in place anywhere in the step is not taken for constant.
 """
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.torch_private.capture import get_source_name
 from planner.torch_private.core import TorchDispatchMode, disable_current_modes
 
 _MOST_ELEMENTS = 2**20  # of each tensor on the way
@@ -43,6 +45,27 @@ def compute_constant(node: fx.Node) -> torch.Tensor | None:
             return None
     found = values[node]
     return found if isinstance(found, torch.Tensor) else None
+
+
+def is_constant(node: fx.Node) -> bool:
+    """Return True if a tensor in Dynamo's graph depends on nothing but the code of the step."""
+    return compute_constant(node) is not None
+
+
+def is_of_batch(node: fx.Node) -> bool:
+    """Return True if a tensor of flags or whole numbers depends on nothing but the batch, and the code."""
+    waiting, found = [node], {node}
+    while waiting:
+        each = waiting.pop()
+        value, given = each.meta.get("example_value"), each.meta.get("grapharg")
+        if not isinstance(value, torch.Tensor) or value.is_floating_point():
+            return False
+        if each.op == "placeholder" and not get_source_name(given.source).startswith(("L['args']", "L['kwargs']")):
+            return False
+        new = set(each.all_input_nodes) - found
+        found |= new
+        waiting += new
+    return any(each.op == "placeholder" for each in found)
 
 
 def _list_ancestors(node: fx.Node) -> list[fx.Node] | None:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from graphs.errors import TraceError
-from planner.capture.frontend.constant_tensors import compute_constant
+from planner.capture.frontend.constant_tensors import is_constant, is_of_batch
 from planner.capture.rewrites.batch_norms import capture_batch_norms_as_eager
 from planner.capture.rewrites.layouts import record_written_strides
 from planner.capture.rewrites.prod_gradients import capture_products_as_eager
@@ -130,8 +130,12 @@ def _keep_whole(wanted: Callable[[Any], bool], decompose: Any, variable: Any, tx
     return decompose(variable, tx, *args, **kwargs) if must or not wanted(tx) else None
 
 
+class AskedForValuesError(Exception):
+    """Ends a capture in which the model asks whether it may look at a mask of the batch; one with its values can answer."""
+
+
 @contextmanager
-def hide_compiling(informed: Collection[str] = ()) -> Iterator[list[str]]:
+def hide_compiling(informed: Collection[str] = (), may_look: Callable[[fx.Node], bool] = is_constant) -> Iterator[list[str]]:
     """Answer no to models that ask whether they are compiled, so that they run the same code as in eager PyTorch.
 
     Libraries ask in order to leave out operations that no compiler can follow (a check whether a mask masks anything), and then
@@ -139,6 +143,7 @@ def hide_compiling(informed: Collection[str] = ()) -> Iterator[list[str]]:
 
     Args:
         informed: modules that get the true answer too, with their question, as in ``ASKING_FOR_COMPILERS``.
+        may_look: tells whether the model may look at the values of a tensor.
 
     Yields:
         The modules that have asked so far and got no, with their questions.
@@ -147,16 +152,27 @@ def hide_compiling(informed: Collection[str] = ()) -> Iterator[list[str]]:
     handlers, answer = private.TorchInGraphFunctionVariable._get_handlers(), partial(_answer, informed, asked)
     with (
         patch.dict(handlers, {question: bind_original(handlers[question], answer) for question in _QUESTIONS}),
-        wrap(private.InstructionTranslatorBase, "call_function", _answer_of_constant),
+        wrap(private.InstructionTranslatorBase, "call_function", partial(_answer_of_tensor, may_look)),
     ):
         yield asked
 
 
-def _answer_of_constant(call: Any, tx: Any, function: Any, args: Any, kwargs: Any) -> None:
+def ask_for_values(node: fx.Node) -> bool:
+    """Return True if a tensor is a constant of the step (``hide_compiling``).
+
+    Raises:
+        AskedForValuesError: it is a mask or the like of the batch.
+    """
+    if is_of_batch(node):
+        raise AskedForValuesError
+    return is_constant(node)
+
+
+def _answer_of_tensor(may_look: Callable[[fx.Node], bool], call: Any, tx: Any, function: Any, args: Any, kwargs: Any) -> None:
     asked = getattr(function, "fn", None)
     is_question = f"{getattr(asked, '__module__', '')}.{getattr(asked, '__name__', '')}" in _QUESTIONS_OF_TENSORS
     tensor = args[0] if is_question and args else None
-    if isinstance(tensor, private.TensorVariable) and compute_constant(tensor.as_proxy().node) is not None:
+    if isinstance(tensor, private.TensorVariable) and may_look(tensor.as_proxy().node):
         tx.push(private.VariableTracker.build(tx, False))
     else:
         call(tx, function, args, kwargs)

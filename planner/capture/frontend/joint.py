@@ -34,7 +34,14 @@ from planner.capture.frontend.dynamo_patches import (
     write_data_in_place_where,
     write_replaced_buffers,
 )
-from planner.capture.frontend.eager_ops import ASKING_FOR_COMPILERS, hide_compiling, keep_ops_as_eager
+from planner.capture.frontend.eager_ops import (
+    ASKING_FOR_COMPILERS,
+    AskedForValuesError,
+    ask_for_values,
+    hide_compiling,
+    is_constant,
+    keep_ops_as_eager,
+)
 from planner.capture.frontend.effects import (
     CountingError,
     UnsettledError,
@@ -74,7 +81,9 @@ Values = DataBranches | SymbolicNumbers  # what a capture may learn of values: o
 Traced = tuple[private.JointWithDescriptors, PythonGuards | None, DataBranches | None]
 
 
-def capture_joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, numbers: Collection[str] | None = ()) -> Traced:
+def capture_joint_graph(
+    step: TrainingStep, batch: Batch, *, as_on_cuda: bool, numbers: Collection[str] | None = (), looks: bool = True
+) -> Traced:
     """Return the joint graph of `step`, its guards, and the branches on data that it takes, if any.
 
     Python values that the first call of the step sets are captured as they are after it.
@@ -83,17 +92,19 @@ def capture_joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, n
         as_on_cuda: choose the kernels that CUDA would.
         numbers: names of numbers that stay inputs of the step, as Dynamo writes them; those that it counts do too. None if none
             can be an input.
+        looks: let libraries look at the masks in the batch, as in eager PyTorch: the graph is then one for such masks alone.
 
     Raises:
         TraceError: the step cannot be captured as one graph.
     """
     settles = True
+    looks = looks and not any(isinstance(leaf, FakeTensor) for leaf in list_leaves(batch))
 
     def trace() -> Traced:
         nonlocal settles
         with keep_ops_as_eager(), capture_attention_as_on_cuda() if as_on_cuda else nullcontext():
             try:
-                traced = _capture_with_numbers(step, batch, numbers) if numbers else _capture_with_branches(step, batch)
+                traced = _capture_with_numbers(step, batch, numbers) if numbers else _capture_as_eager(step, batch, looks)
             except CountingError as counting:
                 if numbers is None:
                     raise
@@ -199,24 +210,38 @@ def _run_until_settled(step: TrainingStep, batch: Batch, trace: Callable[[], T])
     return traced
 
 
-def _capture_with_branches(step: TrainingStep, batch: Batch) -> Traced:
+def _capture_as_eager(step: TrainingStep, batch: Batch, looks: object) -> Traced:
     """Return the joint graph of `step`, its guards, and the branches on data that were taken, if any.
 
     Every node carries fake values, inputs and outputs carry descriptors. A model that asks whether it is compiled is captured
     as in eager PyTorch where that needs no data; if an attempt fails, the module that asked last gets the true answer in the
     next. A capture that follows values takes longer than one without, and most models do without.
+
+    Args:
+        looks: True to let libraries look at masks of the batch, which needs their values.
     """
-    found = _try_attempts(step, batch)
+    found = _try_attempts(step, batch, looks=looks)
+    if isinstance(found, AskedForValuesError):
+        branches = DataBranches(batch)
+        with hide_compiling(ASKING_FOR_COMPILERS, branches.knows):
+            found = _try_with_branches(step, batch, branches)
+        if not isinstance(found, tuple | UnsettledError):
+            return _capture_as_eager(step, batch, looks=False)
+        return *_get_result(found, step, batch, branches), branches
     if (traced := _take_whole(found)) is not None:
         return traced
     branches = DataBranches(batch)
-    return *_get_result(
-        _try_capture(step, batch, partial(_build_joint, values=branches), branches), step, batch, branches
-    ), branches
+    return *_get_result(_try_with_branches(step, batch, branches), step, batch, branches), branches
+
+
+def _try_with_branches(
+    step: TrainingStep, batch: Batch, branches: DataBranches
+) -> Made[private.JointWithDescriptors] | Exception | None:
+    return _try_capture(step, batch, partial(_build_joint, values=branches), branches)
 
 
 def _capture_with_numbers(step: TrainingStep, batch: Batch, names: Collection[str], failed: TraceError | None = None) -> Traced:
-    """Do as ``_capture_with_branches``, without branches on data, but with numbers that stay inputs.
+    """Do as ``_capture_as_eager``, without branches on data, but with numbers that stay inputs.
 
     `failed` is raised if none can.
     """
@@ -260,14 +285,14 @@ def _get_result(found: Made[T] | Exception | None, step: TrainingStep, batch: Ba
 
 
 def _try_attempts(
-    step: TrainingStep, batch: Batch, names: Collection[str] = ()
+    step: TrainingStep, batch: Batch, names: Collection[str] = (), *, looks: object = False
 ) -> Made[private.JointWithDescriptors] | Exception | None:
     """Capture with modules told that they are not compiled, as far as possible; return as ``_try_capture``."""
-    informed = set(ASKING_FOR_COMPILERS)
+    informed, may_look = set(ASKING_FOR_COMPILERS), ask_for_values if looks else is_constant
     while True:
-        with hide_compiling(informed) as asked:
+        with hide_compiling(informed, may_look) as asked:
             found = _try_attempt(step, batch, names)
-        if isinstance(found, tuple) or not asked:
+        if isinstance(found, tuple | AskedForValuesError) or not asked:
             return found
         if found is None or isinstance(found, UnsettledError | CountingError) or get_own_message(found):
             return _try_attempt(step, batch, names)

@@ -105,6 +105,10 @@ class DataBranches:
         self._decisions: list[BranchDecision] = []
         self._symbols: list[sympy.Symbol] = []  # those of the tensors that are marked in the graph
 
+    def knows(self, node: fx.Node) -> bool:
+        """Return True if the value of a tensor in Dynamo's graph is known."""
+        return self._values.get(node.meta["example_value"]) is not None
+
     @contextmanager
     def take(self) -> Iterator[None]:
         """Make Dynamo take branches on concrete values."""

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.utils.flop_counter import flop_registry
 
-from graphs.errors import MismatchError, TraceError
+from graphs.errors import MismatchError, NumberMismatchError, TraceError
 from graphs.ir import Kind
 from planner.capture.frontend.source_lines import branch_refusal, find_traced_line, format_location
 from planner.capture.guards.concrete_values import compare_uniform, find_size_inputs, is_uniform
@@ -55,16 +55,17 @@ class DataGuard:
         """Raise an error unless the outcome is the planned one.
 
         Raises:
-            MismatchError: it is not.
+            MismatchError: it is not; a NumberMismatchError, which a step follows, if a branch takes the other side.
         """
         found = self.evaluate(values)
         if found == self.planned or (found != found and self.planned != self.planned):
             return
         of = tuple(number(values[i]) for i in self.values) if self.planned_of else ()
-        raise MismatchError(
+        kind = NumberMismatchError if isinstance(self.planned, bool) else MismatchError
+        raise kind(
             f"{format_location(self.line)} gives {_show(found, of)} for this batch, but gave "
-            f"{_show(self.planned, self.planned_of)} for the one that was planned for, and the plan depends on it: make "
-            "another plan for such batches, plan with replan=True, which does so by itself, "
+            f"{_show(self.planned, self.planned_of)} for the one that was planned for",
+            ", and the plan depends on it: make another plan for such batches, plan with replan=True, which does so by itself, "
             'or use torch.compile(model, backend="planner"), which checks this at each step'
         )
 

@@ -30,9 +30,9 @@ from planner.capture.rewrites.sparse_products import get_part_addresses, is_spar
 from planner.capture.signature import Batch, split_arguments
 from planner.torch_private import capture as private
 from planner.torch_private.core import (
-    disable_current_modes,
     is_in_torch_dispatch_mode,
     nn_module,
+    no_dispatch,
     no_python_dispatcher,
     pytree,
 )
@@ -62,6 +62,7 @@ _FIXED = {"MODULE_MATCH", "BUILTIN_MATCH"}
 _OF_ARGUMENTS = {"DUPLICATE_INPUT", "CONSTANT_MATCH", "EQUALS_MATCH"}
 _ARGUMENT = re.compile(r"L\['(?:args|kwargs)'\](?:\['[^']*'\]|\[\d+\]|\.\w+)*")
 _REGISTRY = "._registered_model_output_types"  # of Transformers, which adds to it whenever another model is imported
+_TRACKER = "torch.utils.module_tracker"  # whose hooks, of a counter of FLOPs, only follow which module runs
 _HOOKS = (
     "_global_forward_hooks",
     "_global_forward_pre_hooks",
@@ -120,8 +121,9 @@ class PythonGuards:
         if (changed := self.replaceable.describe_change()) is not None:
             raise MismatchError(changed, f": its value is part of the plan; {PLAN_AGAIN}")
         local = {"self": step, "args": args, "kwargs": kwargs}
-        # A mode around the step, such as a counter of FLOPs, changes how tensors are dispatched, but not the step.
-        with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():
+        # A mode around the step, such as a counter of FLOPs, changes how tensors are dispatched, but not the step. To leave the
+        # mode is not enough: guards on tensors of subclasses fail then.
+        with no_dispatch() if is_in_torch_dispatch_mode() else nullcontext():
             if not self.manager.guard_manager.check(local):
                 raise self._build_error(local)
         if self.strides and (strides := _list_strides(args, kwargs)) != self.strides:
@@ -178,7 +180,8 @@ class PythonGuards:
     def find_changed_numbers(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> set[str]:
         """Return the names of the numbers whose guards fail, as Dynamo writes them."""
         local = {"self": step, "args": args, "kwargs": kwargs}
-        numbers = [part for part in self.parts if is_followed_value(part, local, self.scope)]
+        own = [part for part in self.parts if re.match(r"(\w+\()*[LG]\[", part)]  # others name settings of PyTorch
+        numbers = [part for part in own if is_followed_value(part, local, self.scope)]
         return {part.partition(" == ")[0] for part in numbers if " == " in part and is_failing(part, local, self.scope)}
 
     def find_unread(self, batch: Batch) -> set[int]:
@@ -249,7 +252,8 @@ def list_guarded_names(output: private.CaptureOutput) -> frozenset[str]:
 
 def get_global_state() -> dict[str, object]:
     """Return the global settings of PyTorch that a capture depends on; autocast is checked by the step itself."""
-    hooks = [getattr(nn_module, name) for name in _HOOKS]
+    hooks = [getattr(nn_module, name).values() for name in _HOOKS]
+    counts = tuple(sum(getattr(hook, "__module__", "") != _TRACKER for hook in each) for each in hooks)
     return {
         "torch.get_default_dtype()": torch.get_default_dtype(),
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
@@ -260,7 +264,7 @@ def get_global_state() -> dict[str, object]:
             torch.backends.cuda.cudnn_sdp_enabled(),
         ),
         "torch.backends.cudnn.benchmark": torch.backends.cudnn.is_available() and torch.backends.cudnn.benchmark,
-        "the number of hooks on all modules": tuple(map(len, hooks)),
+        "the number of hooks on all modules": counts,
     }
 
 

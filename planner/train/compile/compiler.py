@@ -336,7 +336,7 @@ class Compiler:
             again = "captured again: " if any(step.plan is other.plan for other in steps) else "planned again: "
             cost = f"about {time.perf_counter() - began:.1g} s"
             later = f"it is read in each step from now on, after {cost}"
-            if " was set since " in what:
+            if " was set since " in what or " gives " in what:
                 later = f"it took {cost}"
             elif step._executor is None or name not in step._executor.free_numbers:
                 later = f"each new value takes {cost}, a tensor in its place none"
@@ -373,7 +373,7 @@ class Compiler:
             copying = self._build_copier(same, step.plan.budget_bytes, measured=False)
             return PlannedStep(step.plan, self.wrapper.wrap(executor), step.measured, copying=copying, executor=executor)
         with self.stages.restart() as stages:
-            made = replace(self, stages=stages, compare_eager=False).make(captured, batch, Bytes(steps[0].plan.budget_bytes))
+            made = replace(self.plan_at_once(), stages=stages).make(captured, batch, Bytes(steps[0].plan.budget_bytes))
             stages.finish(plan_line(made.plan))
         return made
 

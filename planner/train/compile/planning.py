@@ -109,6 +109,8 @@ class Planning:
             settings = replace(settings, options=options)
         if find_conflict(self._features | {Feature.ARENA}) is not None:
             settings = replace(settings, arena=False)
+        if find_conflict(self._features | {Feature.REPLAN}) is not None:
+            settings = replace(settings, replan=False)
         first = self.wrapper.ranks.is_first  # of several processes, only the first one reports
         return make(
             self.wrapper,
@@ -118,7 +120,7 @@ class Planning:
             compare_eager=settings.compare_eager,
             channels=channels,
             slab=create_shared_slab(device),
-            follows=settings.replan is not False and find_conflict(self._features | {Feature.REPLAN}) is None,
+            follows=settings.replan is not False,
             stages=Stages(*list_views(self.on_progress)) if first else Stages(),
         )
 

@@ -279,6 +279,7 @@ class PlannedStep:
                 return
             warn_caller(f"planned again: {names} changed between forward and backward pass, so the plan keeps copies")
             batch: Batch = kwargs or args
+            self._stop_improvement()
             self._replace_by(self._copying(detach_batch(batch), changed))
             self._note_use("it keeps copies of what changes between the passes")
         self._counted_copies = len(changed)
@@ -286,14 +287,16 @@ class PlannedStep:
     def _follow(self, what: str, followed: Follow, *args: object, **kwargs: object) -> None:
         """Run by the plan for the present numbers from now on: an earlier capture, another one, or another plan."""
         batch: Batch = kwargs or args
-        before = PlannedStep(self.plan, self._run, self.measured, copying=self._copying, executor=self._executor)
+        improving, copying, executor = self._improving, self._copying, self._executor
+        before = PlannedStep(self.plan, self._run, self.measured, copying=copying, executor=executor, improving=improving)
         steps = [before, *self._earlier]
-        step = next((step for step in self._earlier if step._accepts(*args, **kwargs)), None)
-        step = step or followed(what, detach_batch(batch), steps)
+        known = next((step for step in self._earlier if step._accepts(*args, **kwargs)), None)
+        step = known or followed(what, detach_batch(batch), steps)
         self._earlier = [other for other in steps if other is not step][:_MOST_NUMBERS]
         if step.plan.schedule != self.plan.schedule:
             self._replace_by(step)
-            self._note_use(f"{what}, which chooses other ops")
+            if known is None:
+                self._note_use(f"{what}, which chooses other ops")
             return
         assert step._executor is not None
         self._run, self._executor, self._copying, self._counted_copies = step._run, step._executor, step._copying, 0
@@ -309,10 +312,12 @@ class PlannedStep:
             return False
         return True
 
-    def _replace_by(self, step: "PlannedStep") -> None:
-        """Run by `step`, and search for better plans as it does."""
+    def _stop_improvement(self) -> None:
         if self._improving is not None:
             self._improving.improvement.stop()
+
+    def _replace_by(self, step: "PlannedStep") -> None:
+        """Run by `step`, and search for better plans as it does."""
         self.plan, self.measured, self._run, self._keep = step.plan, step.measured, step._run, None
         self._refreshed, self._improving = step._refreshed, step._improving
         self._copying, self._executor = step._copying, step._executor
@@ -340,6 +345,7 @@ class PlannedStep:
             )
         batch: Batch = kwargs or args
         step = self._refreshed(detach_batch(batch))
+        self._stop_improvement()
         self._replace_by(step)
         self.history = step.history
 

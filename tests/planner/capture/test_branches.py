@@ -255,7 +255,7 @@ class OfParameters(nn.Module):
 def test_conditions_on_parameters_are_checked_before_each_step() -> None:
     torch.manual_seed(0)
     model, x = OfParameters(), torch.randn(4, 4)
-    step = planner.compile(model, None, (x,), budget="1MB", wait=0.1)
+    step = planner.compile(model, None, (x,), budget="1MB", wait=0.1, replan=False)
     assert step(x) == model(x)
     with torch.no_grad():
         model.layer.bias[0] = -1.0
@@ -264,6 +264,18 @@ def test_conditions_on_parameters_are_checked_before_each_step() -> None:
     with torch.no_grad():
         model.layer.bias[0] = 1.0
     assert step(x) == model(x)
+
+
+def test_both_sides_of_a_branch_are_planned_when_they_are_first_taken() -> None:
+    torch.manual_seed(0)
+    model, x = OfParameters(), torch.randn(4, 4)
+    step = planner.compile(model, None, (x,), budget="1MB", wait=0.1)
+    with pytest.warns(UserWarning, match=r"self\.layer\.bias\[0\] >= 0.* gives False") as said:
+        for value in (1.0, -1.0, 2.0, -2.0):
+            with torch.no_grad():
+                model.layer.bias[0] = value
+            assert step(x) == model(x)
+    assert len(said) == 1 and len(step.history) <= 2
 
 
 def test_generic_aliases_are_read() -> None:

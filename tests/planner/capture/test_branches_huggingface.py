@@ -15,6 +15,7 @@ from graphs.errors import MismatchError, TraceError  # noqa: E402
 from graphs.schedule import keep_everything  # noqa: E402
 from planner.capture.trace import capture  # noqa: E402
 from planner.runtime.executor import Executor  # noqa: E402
+from tests.support.models.as_eager import check_trains_as_eager  # noqa: E402
 from tests.support.models.outcomes import check_three_steps  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -52,6 +53,30 @@ def wav2vec2(**options: Any) -> Case:
     mask[1, 400:] = 0
     labels = torch.tensor([[3, 4, 5, -100], [1, 2, 3, 4]])
     return model, {"input_values": torch.randn(2, 600), "attention_mask": mask, "labels": labels}
+
+
+class Grouped(torch.nn.Module):
+    """Llama with fewer heads of keys than of queries, whose kernel depends on whether the mask pads anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+        self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | shape))
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(ids, attention_mask=mask, labels=ids).loss
+        return loss
+
+
+def padded_in_turn(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.ones(4, 64, dtype=torch.int64)
+    mask[0, 64 - 20 * (number % 2) :] = 0
+    return torch.randint(97, (4, 64), generator=torch.Generator().manual_seed(number)), mask
+
+
+def test_a_mask_that_pads_nothing_is_looked_at_as_in_eager_mode() -> None:
+    step = check_trains_as_eager(Grouped, None, padded_in_turn)
+    assert len(step.history) == 2
 
 
 @pytest.mark.slow

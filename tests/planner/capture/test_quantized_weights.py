@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import planner
 from graphs.errors import TraceError
@@ -103,6 +104,14 @@ def batch_of(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("quantize", [of_parts, with_attribute])
 def test_adapters_of_frozen_quantized_weights_train_as_in_eager_mode(quantize: Callable[[torch.Tensor], nn.Parameter]) -> None:
     check_trains_as_eager(lambda: perceptron(quantize), F.mse_loss, batch_of)
+
+
+def test_a_step_with_quantized_weights_runs_inside_a_mode() -> None:
+    torch.manual_seed(0)
+    step = planner.compile(perceptron(of_parts), F.mse_loss, batch_of(0), budget="100%", wait=0.1, on_progress=False)
+    with FlopCounterMode(display=False) as counter:
+        step(*batch_of(1)).backward()
+    assert counter.get_total_flops() > 0
 
 
 def test_attributes_of_weights_are_not_overwritten() -> None:

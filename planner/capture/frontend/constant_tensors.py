@@ -60,7 +60,8 @@ def is_of_batch(node: fx.Node) -> bool:
         value, given = each.meta.get("example_value"), each.meta.get("grapharg")
         if not isinstance(value, torch.Tensor) or value.is_floating_point():
             return False
-        if each.op == "placeholder" and not get_source_name(given.source).startswith(("L['args']", "L['kwargs']")):
+        name = get_source_name(given.source) if given is not None else ""
+        if each.op == "placeholder" and not name.startswith(("L['args']", "L['kwargs']")):
             return False
         new = set(each.all_input_nodes) - found
         found |= new

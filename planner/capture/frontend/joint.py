@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 
 from graphs.errors import TraceError, first_line
+from planner.capture.frontend.constant_tensors import is_constant
 from planner.capture.frontend.dynamo_patches import (
     allow_requires_grad_writes,
     call_at_end,
@@ -39,7 +40,6 @@ from planner.capture.frontend.eager_ops import (
     AskedForValuesError,
     ask_for_values,
     hide_compiling,
-    is_constant,
     keep_ops_as_eager,
 )
 from planner.capture.frontend.effects import (

@@ -66,7 +66,7 @@ class DataGuard:
             f"{format_location(self.line)} gives {_show(found, of)} for this batch, but gave "
             f"{_show(self.planned, self.planned_of)} for the one that was planned for",
             ", and the plan depends on it: make another plan for such batches, plan with replan=True, which does so by itself, "
-            'or use torch.compile(model, backend="planner"), which checks this at each step'
+            'or use torch.compile(model, backend="planner"), which checks this at each step',
         )
 
 

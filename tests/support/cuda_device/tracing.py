@@ -1,6 +1,6 @@
 """Steps on the stand-in are traced on the CPU: what is captured says that it is on the device."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,14 +18,14 @@ def traced_on_the_cpu() -> Iterator[tuple[object, str, object]]:
     """Patches, by which steps on the device are traced with tensors of the CPU in their place."""
     original = joint.capture_joint_graph
 
-    def capture_joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, numbers: Collection[str] = ()) -> joint.Traced:
+    def capture_joint_graph(step: TrainingStep, batch: Batch, **options: Any) -> joint.Traced:
         place = joint.find_device(step, batch)
         if place.type != "cuda":
-            return original(step, batch, as_on_cuda=as_on_cuda, numbers=numbers)
+            return original(step, batch, **options)
         torch.cuda.synchronize(place)
         # With builds for CUDA, Dynamo would ask for the stream of a device, which the driver has not.
         with _on_the_cpu(step), patch.object(torch.accelerator, "is_available", lambda: False):
-            traced, _, branches = original(step, _batch_on_the_cpu(batch), as_on_cuda=as_on_cuda, numbers=numbers)
+            traced, _, branches = original(step, _batch_on_the_cpu(batch), **options)
         _move(traced.graph_module, place)
         return traced, None, branches
 

@@ -56,7 +56,8 @@ from planner.runtime.allocator import (
 from planner.settings.devices import CONTEXT_BYTES, DEVICES, DeviceSpec, find_device, get_device
 from planner.torch_private.core import FakeTensor, disable_current_modes, no_python_dispatcher, profiler_enabled
 
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_DEPTH = 8
 _LONG_S = 0.01  # an op that takes longer is timed once more; shorter ones repeatedly, for this long in all
 
 
@@ -288,19 +289,32 @@ class _Profiler:
                 inputs.setdefault(t, value)
         return MeasuredOp(call, call.load(self.capture.program), inputs)
 
-    def _find_computed_integers(self, call: IsolatedOp) -> dict[int, ComputedInput]:
-        """Return the synthetic integers among the inputs as what their producers compute: 0 may be no valid index."""
-        found = {}
+    def _find_computed_integers(self, call: IsolatedOp, depth: int = _DEPTH) -> dict[int, ComputedInput]:
+        """Return the synthetic integers among the inputs as what their producers compute from theirs, up to `depth` ops before.
+
+        0 may be no valid index, and a mask of zeros selects nothing.
+        """
+        found: dict[int, ComputedInput] = {}
         for t in dict.fromkeys((*call.reads, *call.op.inputs)):
             spec, producers = self._layouts[t], self.capture.graph.tensors[t].producers
-            if isinstance(spec, TensorSpec) and spec.dtype in _INTEGERS and producers:
-                producer = self.build_measured_op(self.capture.graph.ops[producers[0]])
-                found[t] = ComputedInput(producer, producer.call.op.outputs.index(t))
+            if not producers or not depth or not isinstance(spec, TensorSpec):
+                continue
+            if spec.dtype in _INTEGERS or self._is_constant(t, depth):
+                before = IsolatedOp.of(self.capture, self.capture.graph.ops[producers[0]])
+                assert before is not None
+                producer = self._build_executable(before, self._find_computed_integers(before, depth - 1))
+                found[t] = ComputedInput(producer, before.op.outputs.index(t))
         return found
+
+    def _is_constant(self, tensor: int, depth: int) -> bool:
+        """Return True if a tensor is computed from nothing, by at most `depth` ops one after another."""
+        producers = self.capture.graph.tensors[tensor].producers
+        inputs = self.capture.graph.ops[producers[0]].inputs if producers else ()
+        return bool(producers and depth) and all(self._is_constant(each, depth - 1) for each in inputs)
 
     def _measure_call(self, call: IsolatedOp, new: dict[_Key, MeasuredOp]) -> None:
         specs = tuple(TensorSpec.of(v) if isinstance(v, torch.Tensor) else v for v in (self._layouts[t] for t in call.reads))
-        key = (call.identity, specs, self.device, *self._settings)
+        key = (call.identity, specs, self._list_sizes(call), self.device, *self._settings)
         self.keys[call.op.id] = key
         if key in new:
             outputs = new[key].outputs
@@ -326,12 +340,21 @@ class _Profiler:
         return measured.outputs
 
     def _find_error(self, measured: MeasuredOp) -> Exception | None:
-        """Execute and time the op, and return the error that it raises."""
+        """Execute and time the op, and return the error that it raises; one if it gives other sizes than in the step."""
         try:
             self._run_and_time(measured)
         except Exception as error:  # noqa: BLE001  # any error of an op on synthetic values
             return error
-        return None
+        sizes, made = self._list_sizes(measured.call), [spec.shape for spec in measured.outputs if spec is not None]
+        return ValueError(f"its sizes depend on data: {made}") if sizes and list(sizes) != made else None
+
+    def _list_sizes(self, call: IsolatedOp) -> tuple[tuple[int, ...], ...]:
+        """Return the sizes of the outputs in the step, if they depend on data; else nothing."""
+        node = self.capture.nodes[call.op.id]
+        if torch.Tag.dynamic_output_shape not in getattr(getattr(node, "target", None), "tags", ()):
+            return ()
+        assert node is not None
+        return tuple(tuple(get_value(node, path).shape) for _, path in self.capture.program.calls[call.op.id].outputs)
 
     def _run_and_time(self, measured: MeasuredOp) -> None:
         """Execute the op once for the layouts of its outputs, then for its time; long ones again in ``_measure_workspaces``."""

@@ -1,6 +1,7 @@
 """Ops that are measured alone get integers that they can use, of which 0 need not be one."""
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -42,6 +43,21 @@ def test_integers_are_computed_where_zeros_are_refused() -> None:
         graph = planner.trace(Ranked(), None, (torch.randn(8),), passes=1)
     (pick,) = (op for op in graph.ops if op.target.startswith("planner_tests.pick"))
     assert pick.time_s > 0
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda x: ~torch.eye(len(x), dtype=torch.bool),
+        lambda x: torch.ones(len(x), len(x)).tril(-1).add(torch.ones(len(x), len(x)).triu(1)).bool(),
+    ],
+)
+def test_masks_select_as_many_elements_as_in_the_step(mask: Callable[[Tensor], Tensor]) -> None:
+    model = FunctionModule(lambda m, x: (m.layer(x) @ x.t())[mask(x)].pow(2).sum(), layer=nn.Linear(8, 8))
+    with raise_warnings():  # that the time of an op is modelled
+        graph = planner.trace(model, None, (torch.randn(16, 8),), passes=1)
+    (index,) = (op for op in graph.ops if op.target == "aten.index.Tensor")
+    assert [graph.tensors[t].size_bytes for t in index.outputs] == [16 * 15 * 4]
 
 
 @pytest.mark.usefixtures("fresh_compiler")

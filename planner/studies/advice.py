@@ -147,11 +147,11 @@ class Advice:
             ("budget", "of eager", "overhead", *([self.memory.taken] if self._on_cuda else ())),
             *map(self._build_row, prices),
         ]
-        header = ("with", "least budget", f"overhead at {format_bytes(self._middle.budget_bytes)}", "results")
+        header = ("with", "least budget", f"overhead at {format_enough(self._middle.budget_bytes)}", "results")
         none = ("recomputation alone", format_enough(self.least.budget_bytes), str(self._middle), "exact")
         offered = [header, none, *(self._build_option_row(option) for option in self.options)]
         recommended = self.recommended
-        take = "" if recommended.budget_bytes is None else format_bytes(recommended.budget_bytes)
+        take = "" if recommended.budget_bytes is None else format_enough(recommended.budget_bytes)
         take += f" with {', '.join(recommended.options)}" if recommended.options else ""
         tables = (format_table(rows[0], rows[1:], numbers=0) for rows in (facts, budgets, offered) if len(rows) > 1)
         size = recommended.reserved_bytes
@@ -170,7 +170,7 @@ class Advice:
     def _build_row(self, price: Price) -> tuple[str, ...]:
         share = f"{100 * price.budget_bytes / self.eager_bytes:.0f}%"
         reserved = "" if price.reserved_bytes is None else format_bytes(price.reserved_bytes)
-        return format_bytes(price.budget_bytes), share, str(price), *([reserved] if self._on_cuda else ())
+        return format_enough(price.budget_bytes), share, str(price), *([reserved] if self._on_cuda else ())
 
     def _build_option_row(self, option: OptionAdvice) -> tuple[str, ...]:
         if not option.ops:

@@ -39,7 +39,7 @@ def describe_curve(curve: "Curve") -> str:
 
 def _describe_part(curve: "Curve") -> str:
     columns: list[Column | str] = [
-        Column("budget", "budget_bytes"),
+        Column("budget", "budget_bytes", format_enough),
         column("% of eager", "budget_share", format_ratio),
         column("overhead", form=PERCENT),
         column("bound", "bound_overhead", PERCENT),
@@ -72,8 +72,8 @@ def _describe_least(curve: "Curve") -> list[str]:
 
 def _describe_gaps(curve: "Curve") -> list[str]:
     """Return lines that list the budgets that are not solved to optimality."""
-    feasible = [format_bytes(point.budget_bytes) for point in curve.points if point.status is Status.FEASIBLE]
-    nothing = [format_bytes(point.budget_bytes) for point in curve.points if point.status is Status.LIMIT]
+    feasible = [format_enough(point.budget_bytes) for point in curve.points if point.status is Status.FEASIBLE]
+    nothing = [format_enough(point.budget_bytes) for point in curve.points if point.status is Status.LIMIT]
     lines = [f"not proved optimal: {', '.join(feasible)}"] if feasible else []
     lines += [f"nothing found, nor proved infeasible: {', '.join(nothing)}"] if nothing else []
     return [*lines, "raise --total-time-limit or --time-limit for these"] if lines else []

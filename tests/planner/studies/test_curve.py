@@ -21,6 +21,7 @@ from planner.memory.reserved import predict_counted_bytes, predict_eager_bytes, 
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import build_option_settings
 from planner.settings.other_devices import DEVICES_KEY, encode_devices
+from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import Curve, solve_curve
 from planner.studies.curve_table import build_curve_data
 from planner.studies.frontier import Frontier, Turn, Turns, divide_evenly, order_outside_in
@@ -61,6 +62,14 @@ def test_a_curve_of_known_optima_runs_from_the_least_budget_to_the_peak() -> Non
     assert (found.points[0].time_s, found.points[3].time_s, found.points[4].time_s) == (22, 13, 12)
     assert found.points[4].seconds is None
     assert found.overhead(found.points[3].time_s) == pytest.approx(1 / 12)
+
+
+def test_the_least_budget_in_a_table_can_be_asked_for() -> None:
+    chain = chain_of_six()
+    graph = replace(chain, tensors=tuple(replace(tensor, size_bytes=1001) for tensor in chain.tensors))
+    curve, advice = solve_curve(graph, 2), advise_graph(graph, available_bytes=None, device="a device", time_limit_s=1.0)
+    for line in (str(curve).splitlines()[1], str(advice).split("\n\n")[1].splitlines()[-1]):
+        assert planner.solve(graph, " ".join(line.split()[:2])).peak_bytes == 3003
 
 
 def test_the_public_curve_is_a_table_and_a_figure() -> None:

@@ -177,8 +177,9 @@ def _solve(known: Frontier, budget_bytes: int, clock: Clock, should_stop: Callab
     """Solve for a budget, unless results at other budgets have settled it."""
     if known.get_point(budget_bytes, None).status in (*SOLVED, Status.INFEASIBLE):
         return
-    asked = known.order, budget_bytes, known.memory, clock
-    known.learn(solve_in_order(*asked, tolerance=_TOLERANCE, must_stop=should_stop))
+    place = known.choose_order(budget_bytes)
+    asked = known.orders[place], budget_bytes, known.memory, clock
+    known.learn(solve_in_order(*asked, tolerance=_TOLERANCE, must_stop=should_stop), place)
 
 
 def _get_price(known: Frontier, budget_bytes: int, base_s: float) -> Price:

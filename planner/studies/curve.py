@@ -238,7 +238,7 @@ def _solve_curve(
     plan = Turns(
         known, wanted, clock=clock, time_limit_s=how.settings.time_limit_s, jobs=how.settings.jobs, on_activity=how.on_activity
     )
-    job = partial(_solve, order, memory, how.solver, how.settings.tolerance)
+    job = partial(_solve, known.orders, memory, how.solver, how.settings.tolerance)
     for result in run(job, plan.take, how.should_stop, jobs=how.settings.jobs, cluster=how.settings.cluster):
         plan.learn(result)
     points = tuple(map(plan.get_point, wanted))
@@ -255,10 +255,15 @@ def _solve_curve(
 
 
 def _solve(
-    order: Reordering, memory: CountedMemory, solver: str, tolerance: float, turn: Turn, should_stop: Callable[[], bool]
+    orders: Sequence[Reordering],
+    memory: CountedMemory,
+    solver: str,
+    tolerance: float,
+    turn: Turn,
+    should_stop: Callable[[], bool],
 ) -> Result:
     asked = turn.budget_bytes, memory, WallClock(turn.time_limit_s), solver
-    return solve_in_order(order, *asked, tolerance=tolerance, must_stop=should_stop)
+    return solve_in_order(orders[turn.place], *asked, tolerance=tolerance, must_stop=should_stop)
 
 
 def _find_least(known: Frontier, how: _How, clock: Clock) -> LeastBudget:

@@ -2,7 +2,7 @@
 
 A schedule counts at every larger budget, and a bound at every smaller one: what one solve finds is used for all. Turns get longer
 each time, as a solve starts again and finds nothing more in the time that it had before. A schedule in another order may be
-faster than the bounds of this one, and so counts only where none in this order fits.
+faster than the bounds of this one, and so counts only where none in this order fits; there, the other order is solved.
 """
 
 import math
@@ -22,7 +22,7 @@ from planner.settings.counted_memory import CountedMemory
 from planner.studies.workers import ignore
 from solvers.bounds import bound_least_budget
 from solvers.clock import Clock, measure_rest
-from solvers.order.reorder import Reordering
+from solvers.order.reorder import Reordering, permute
 from solvers.pass_ends import add_pass_ends
 from solvers.result import SOLVED, Result, Status, compute_gap, decide_status
 
@@ -95,11 +95,23 @@ class _Known:
     schedule: Schedule
 
 
+@dataclass(slots=True)
+class _KnownInOrder:
+    """Bounds, with the budgets that they hold for, and schedules, in one order of first executions."""
+
+    order: Reordering
+    bounds: list[tuple[float, float]]
+    schedules: list[_Known] = field(default_factory=list)
+
+    def list_fitting(self, budget_bytes: int) -> list[_Known]:
+        return [known for known in self.schedules if known.counted_bytes <= budget_bytes]
+
+
 class Frontier:
     """All known results on a graph, whatever the budget they were found at.
 
     Attributes:
-        order: the order of ops in which the graph is solved; schedules are those of its source.
+        order: the order of ops in which the graph is solved first; schedules are those of its source.
         memory: kind of memory that budgets count.
     """
 
@@ -111,14 +123,20 @@ class Frontier:
         self.infeasible_bytes = -1  # proved infeasible up to this budget
         # With alternative ops or devices, a step may take less time than its program.
         self._least_s = graph.time_s if remove_offload(graph)[0].plain else 0.0
-        self.bounds: list[tuple[float, float]] = [(_ANY_BUDGET, self._least_s)]
-        self._schedules: list[_Known] = []
-        self._other: _Known | None = None  # in another order
-        self.learn_schedule(order.map_back(keep_everything(remove_options(order.graph))))
+        self._orders: list[_KnownInOrder] = []
+        self._add_order(order, order.map_back(keep_everything(remove_options(order.graph))))
 
-    def learn_schedule(self, schedule: Schedule) -> None:
-        """Add a feasible schedule in this order, whatever budget it was found for."""
-        self._schedules.append(self._judge(schedule))
+    @property
+    def orders(self) -> tuple[Reordering, ...]:
+        """The orders of ops in which the graph is solved."""
+        return tuple(known.order for known in self._orders)
+
+    def choose_order(self, budget_bytes: int) -> int:
+        """Return the place in `orders` of the first in which a schedule is known to fit; 0 if there is none."""
+        return next((place for place, known in enumerate(self._orders) if known.list_fitting(budget_bytes)), 0)
+
+    def _add_order(self, order: Reordering, schedule: Schedule) -> None:
+        self._orders.append(_KnownInOrder(order, [(_ANY_BUDGET, self._least_s)], [self._judge(schedule)]))
 
     def _judge(self, schedule: Schedule) -> _Known:
         found = simulate(self.order.source, schedule)
@@ -129,7 +147,7 @@ class Frontier:
     def learn_least(self, least: LeastBudget) -> None:
         """Add the schedules of the search for the least budget of the graph, and the bound of single ops in this order.
 
-        A schedule in another order may be faster than the bounds of this one. It counts only where none in this order fits.
+        A schedule in another order counts only where none in this order fits.
         """
         proved_bytes = bound_least_budget(add_pass_ends(self.order.graph).graph).budget_bytes
         if not self._counts_allocated:
@@ -137,33 +155,31 @@ class Frontier:
         self.infeasible_bytes = max(self.infeasible_bytes, proved_bytes - 1)
         for found in (least, *least.larger):
             if found.order == self.order.original:
-                self.learn_schedule(found.schedule)
+                self._orders[0].schedules.append(self._judge(found.schedule))
         if least.order != self.order.original:
-            self._other = self._judge(least.schedule)
+            self._add_order(permute(self.order.source, least.order), least.schedule)
 
     @property
     def _counts_allocated(self) -> bool:
         return self.memory is CountedMemory.ALLOCATED
 
-    def learn(self, result: Result) -> None:
-        """Add the result of a solve."""
+    def learn(self, result: Result, place: int = 0) -> None:
+        """Add the result of a solve in the order at `place` of `orders`."""
         if result.status is Status.ERROR:
             raise PlannerError(f"the solver {result.solver} failed: {result.message}")
         if result.status is Status.INFEASIBLE:
             self.infeasible_bytes = max(self.infeasible_bytes, result.budget_bytes)
         if result.bound_s is not None:
-            self.bounds.append((result.budget_bytes, result.bound_s))
+            self._orders[place].bounds.append((result.budget_bytes, result.bound_s))
         if result.schedule is not None:
-            self.learn_schedule(result.schedule)
+            self._orders[place].schedules.append(self._judge(result.schedule))
 
     def get_point(self, budget_bytes: int, seconds: float | None) -> Point:
         """Return the known result at a budget."""
+        in_order = self._orders[self.choose_order(budget_bytes)]
         # What no schedule can do in more memory it cannot do in less.
-        bound_s = max(bound_s for at, bound_s in self.bounds if at >= budget_bytes)
-        fitting = [known for known in self._schedules if known.counted_bytes <= budget_bytes]
-        if not fitting and self._other is not None and self._other.counted_bytes <= budget_bytes:
-            # The bounds are of another order than this schedule: only the least time holds for both.
-            fitting, bound_s = [self._other], self._least_s
+        bound_s = max(bound_s for at, bound_s in in_order.bounds if at >= budget_bytes)
+        fitting = in_order.list_fitting(budget_bytes)
         if not fitting and budget_bytes <= self.infeasible_bytes:
             return Point(budget_bytes, Status.INFEASIBLE, None, None, None, None, seconds)
         if not fitting:
@@ -184,10 +200,11 @@ class Frontier:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A solve of the curve: its budget, and its time limit."""
+    """A solve of the curve: its budget, its time limit, and the place of its order in ``Frontier.orders``."""
 
     budget_bytes: int
     time_limit_s: float
+    place: int = 0
 
 
 @dataclass(slots=True)
@@ -217,7 +234,7 @@ class Turns:
     waiting: list[int] = field(init=False)
     seconds: dict[int, float] = field(init=False, default_factory=dict)
     _limits_s: dict[int, float] = field(init=False, default_factory=dict)  # of the last turns
-    _solving: set[int] = field(init=False, default_factory=set)
+    _solving: dict[int, int] = field(init=False, default_factory=dict)  # places of orders by budget
 
     def __post_init__(self) -> None:
         self.waiting = [self.budgets[i] for i in order_outside_in(len(self.budgets))]
@@ -238,16 +255,15 @@ class Turns:
         budget = self.waiting.pop(0)
         limit_s = self._limit_s(1 + len(self.waiting), first=budget not in self.seconds)
         self._limits_s[budget] = limit_s
-        self._solving.add(budget)
+        self._solving[budget] = place = self.known.choose_order(budget)
         self._tell(budget, limit_s, len(unsettled))
-        return Turn(budget, limit_s)
+        return Turn(budget, limit_s, place)
 
     def learn(self, result: Result) -> None:
         """Add the result of a solve."""
         budget = result.budget_bytes
-        self._solving.discard(budget)
         self.seconds[budget] = self.seconds.get(budget, 0.0) + result.seconds
-        self.known.learn(result)
+        self.known.learn(result, self._solving.pop(budget, 0))
 
     def get_point(self, budget_bytes: int) -> Point:
         """Return the known result at a budget."""

@@ -25,7 +25,8 @@ from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import solve_curve
 from planner.studies.frontier import Frontier
 from planner.studies.settings import StudySettings
-from solvers.clock import WorkClock
+from planner.studies.solves import solve_in_order
+from solvers.clock import WallClock, WorkClock
 from solvers.least import find_least_known
 from solvers.order.reorder import find_order, keep_program_order
 from solvers.registry import get_solver
@@ -142,15 +143,22 @@ def test_stopped_search_returns_a_valid_bracket_and_is_not_remembered() -> None:
     assert find_least_budget(graph, CountedMemory.RESERVED).found_bytes <= found.found_bytes
 
 
-def test_a_schedule_in_another_order_counts_where_none_in_this_order_fits() -> None:
-    graph = draw_training_step(1, 8)
-    least = find_least_budget(graph)
+def test_budgets_that_only_another_order_has_a_schedule_for_are_solved_in_that_order() -> None:
+    graph = replace(transformer(TransformerSize(layers=2)), provenance={})
+    least, other = find_least_budget(graph), find_order(graph, WorkClock(2.0))
+    assert other.changed
     known = Frontier(keep_program_order(graph), 0.01)
-    known.learn_least(replace(least, order=tuple(reversed(range(len(graph.ops))))))
+    known.learn_least(replace(least, order=other.original))
     known.infeasible_bytes = least.found_bytes  # in this order
     point = known.get_point(least.found_bytes, None)
     assert (point.schedule, point.status, point.bound_s) == (least.schedule, Status.FEASIBLE, graph.time_s)
     assert known.get_point(least.found_bytes - 1, None).status is Status.INFEASIBLE
+    place = known.choose_order(least.found_bytes)
+    assert known.orders[place].original == other.original and known.choose_order(2 * least.found_bytes) == 0
+    found = solve_in_order(known.orders[place], least.found_bytes, known.memory, WallClock(3.0))
+    assert found.bound_s is not None and found.bound_s > 1.01 * graph.time_s
+    known.learn(found, place)
+    assert known.get_point(least.found_bytes, None).bound_s == found.bound_s
 
 
 @pytest.mark.parametrize("seed", [1, 7, 25])

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from graphs.ir import Graph
 from graphs.options import remove_options
-from graphs.options.offload import Offloads, remove_offload
+from graphs.options.offload import RoundTrip, remove_offload
 from graphs.options.placement import is_placed
 from graphs.pools import COMPUTE
 from solvers.pass_ends import find_requested_outputs
@@ -25,7 +25,8 @@ class Problem:
     Attributes:
         whole: the original graph.
         graph: the graph without transfers to the host; ops and tensors have the same ids.
-        offloads: these transfers.
+        round_trips: these transfers, of each tensor that may be offloaded and reloaded.
+        host_bytes: capacity of the host's pool, None if all of them fit together.
         places: the order of ops, and which ops replace which.
         capacity_bytes: M, the budget less the static bytes.
         time_s: c_i for each op, 0 for ops on other streams.
@@ -50,7 +51,8 @@ class Problem:
 
     whole: Graph
     graph: Graph
-    offloads: Offloads
+    round_trips: Mapping[int, RoundTrip]
+    host_bytes: int | None
     places: Places
     capacity_bytes: int
     time_s: tuple[float, ...]
@@ -99,7 +101,7 @@ class Problem:
     @property
     def has_streams(self) -> bool:
         """True if anything runs in parallel with the main device."""
-        return self.placed or bool(self.offloads)
+        return self.placed or bool(self.round_trips)
 
     @property
     def plain(self) -> bool:
@@ -158,6 +160,7 @@ def build_problem(graph: Graph, budget_bytes: int) -> Problem:
     kept = tuple(t.id in graph.kept for t in graph.tensors)
     inputs = tuple(tuple(t for t in op.inputs if produced[t]) for op in ops)
     outputs = tuple(op.outputs for op in ops)
+    read = {t for of_op in inputs for t in of_op}
     held = tuple(frozenset((*inputs[i], *outputs[i])).difference(t for _, t in op.overwrites) for i, op in enumerate(ops))
     own = tuple(sum(sizes[t] for t in held[i]) + get_workspace_bytes(graph.pools[0], op) for i, op in enumerate(ops))
     recompute_bytes = tuple(own[i] + sum(sizes[t] for t in outputs[i] if kept[t]) for i in range(len(ops)))
@@ -171,7 +174,8 @@ def build_problem(graph: Graph, budget_bytes: int) -> Problem:
     return Problem(
         whole=whole,
         graph=graph,
-        offloads=offloads.filter({t for of_op in inputs for t in of_op}.__contains__),  # others need not be reloaded
+        round_trips={t: trip for t, trip in offloads.by_tensor.items() if t in read},  # others need not be reloaded
+        host_bytes=offloads.host_bytes,
         places=places,
         capacity_bytes=capacity_bytes,
         time_s=tuple(op.time_s if op.stream == COMPUTE else 0.0 for op in ops),
@@ -214,7 +218,7 @@ def keep_small(problem: Problem, share: float) -> Problem:
     kept = tuple(always or t in small for t, always in enumerate(problem.kept))
     return replace(
         problem,
-        offloads=problem.offloads.filter(lambda t: t not in small),
+        round_trips={t: trip for t, trip in problem.round_trips.items() if t not in small},
         capacity_bytes=problem.capacity_bytes - total,
         sizes=tuple(0 if t in small else size for t, size in enumerate(problem.sizes)),
         kept=kept,

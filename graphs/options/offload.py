@@ -7,7 +7,7 @@ A transfer is an op on another stream, not a new kind of step: schedules, the ju
 of memory or time. Known weaknesses: a tensor is transferred as a whole, and a channel has a constant rate and latency.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -36,6 +36,10 @@ class RoundTrip:
         (copy,) = self.out.targets
         return copy
 
+    def slow_down(self, times: float) -> "RoundTrip":
+        """Return the same transfers over channels that are `times` as slow."""
+        return RoundTrip(*(replace(transfer, time_s=times * transfer.time_s) for transfer in (self.out, self.back)))
+
 
 @dataclass(frozen=True, slots=True)
 class Offloads:
@@ -51,18 +55,6 @@ class Offloads:
 
     def __bool__(self) -> bool:
         return bool(self.by_tensor)
-
-    def filter(self, may: Callable[[int], bool]) -> "Offloads":
-        """Return those of the tensors that `may` be offloaded."""
-        return replace(self, by_tensor={t: trip for t, trip in self.by_tensor.items() if may(t)})
-
-    def slow_down(self, times: float) -> "Offloads":
-        """Return the same transfers over links that are `times` as slow."""
-        found = {
-            t: RoundTrip(*(replace(transfer, time_s=times * transfer.time_s) for transfer in (trip.out, trip.back)))
-            for t, trip in self.by_tensor.items()
-        }
-        return replace(self, by_tensor=found)
 
 
 NO_OFFLOADS = Offloads(MappingProxyType({}))

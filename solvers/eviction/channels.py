@@ -24,10 +24,10 @@ class Channels:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.offloads = problem.offloads.by_tensor
+        self.round_trips = problem.round_trips
         self.time_s, self.outputs = problem.time_s, problem.outputs
         self.starts_s = np.array(list(accumulate(problem.time_s, initial=0.0)))
-        self.peak = _find_peak_op(problem) if self.offloads else 0
+        self.peak = _find_peak_op(problem) if self.round_trips else 0
         self.now_s = self.out_s = self.in_s = 0.0
         self.begin_s = float(self.starts_s[self.peak])  # earliest start of reloads, on the time axis of keeping everything
         self.made_s: dict[int, float] = {}
@@ -49,9 +49,9 @@ class Channels:
 
     def compute_cost_s(self, t: int, use: int, price: float) -> float:
         """Return the cost of offloading and reloading `t` in seconds, inf if that is impossible."""
-        if t not in self.offloads or use >= NEVER:
+        if t not in self.round_trips or use >= NEVER:
             return np.inf
-        transfers = self.offloads[t]
+        transfers = self.round_trips[t]
         if self.least_s is None:
             self.least_s = np.minimum.accumulate(self.slack_s[::-1])[::-1]
         left_s = float(self.least_s[use]) - self.begin_s
@@ -63,7 +63,7 @@ class Channels:
         return cost_s
 
     def _compute_out_s(self, t: int) -> float:
-        return max(self.out_s, self.made_s[t]) + self.offloads[t].out.time_s
+        return max(self.out_s, self.made_s[t]) + self.round_trips[t].out.time_s
 
     def offload(self, t: int, use: int) -> None:
         """Offload `t`, which op `use` reads next."""
@@ -72,17 +72,17 @@ class Channels:
             self.now_s = max(self.now_s, self.out_s)
             self.sent.add(t)
         self.away[t] = use
-        self.slack_s[use:] -= self.offloads[t].back.time_s
+        self.slack_s[use:] -= self.round_trips[t].back.time_s
         self.least_s = None
 
     def reload(self, t: int) -> None:
         """Reload `t` for the next execution."""
         self._forget(t)
-        self.in_s += self.offloads[t].back.time_s
+        self.in_s += self.round_trips[t].back.time_s
         self.now_s = max(self.now_s, self.in_s)
 
     def _forget(self, t: int) -> None:
-        self.slack_s[self.away.pop(t) :] += self.offloads[t].back.time_s
+        self.slack_s[self.away.pop(t) :] += self.round_trips[t].back.time_s
         self.least_s = None
 
 

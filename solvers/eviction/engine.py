@@ -80,8 +80,8 @@ class Eviction:
         self.costs_with: dict[int, set[int]] = {}  # by tensor: those whose costs change when it is evicted or recomputed
         self.recomputable = [p >= 0 and t not in graph.kept and graph.ops[p].recomputable for t, p in enumerate(self.producer)]
         self.channels = Channels(problem)
-        self.offloads = self.channels.offloads
-        self.evictable = [recomputable or t in self.offloads for t, recomputable in enumerate(self.recomputable)]
+        self.round_trips = self.channels.round_trips
+        self.evictable = [recomputable or t in self.round_trips for t, recomputable in enumerate(self.recomputable)]
         self.reloads: set[tuple[int, int]] = set()
         self.alone_bytes = [op.workspace_bytes + sum(self.size[t] for t in problem.held[op.id] - graph.kept) for op in graph.ops]
         self.staying_bytes = self._compute_staying_bytes()
@@ -166,7 +166,7 @@ class Eviction:
         for t in over:
             self.next_use[t] = uses[t]
             self._drop(t)
-        if self.offloads:
+        if self.round_trips:
             self.channels.execute(i, self.done)
 
     def _reload(self, i: int, wanted: dict[int, int]) -> None:
@@ -222,7 +222,7 @@ class Eviction:
         while self.free_bytes < needed_bytes and ranked:
             rank, t = ranked[0]
             # Unknown since an earlier eviction, or higher because of the load of the channels.
-            if t not in self.cost or self.offloads:
+            if t not in self.cost or self.round_trips:
                 self._find_costs([t])
                 if (now := self._compute_ranks([t])[0]) > rank:
                     heapreplace(ranked, (now, t))
@@ -237,7 +237,7 @@ class Eviction:
 
     def _evict(self, t: int) -> None:
         """Drop a tensor or, if reloading it costs less, offload it."""
-        if t in self.offloads:
+        if t in self.round_trips:
             self._find_costs([t])
             if self.channels.compute_cost_s(t, self.next_use[t], self.rule.channel) < self.cost[t]:
                 self._offload(t)
@@ -268,7 +268,7 @@ class Eviction:
         return ranks
 
     def _compute_costs(self, tensors: Sequence[int]) -> list[float]:
-        if not self.offloads:
+        if not self.round_trips:
             return [self.cost[t] for t in tensors]
         price = self.rule.channel
         return [min(self.cost[t], self.channels.compute_cost_s(t, self.next_use[t], price)) for t in tensors]
@@ -301,7 +301,7 @@ class Eviction:
     # Next uses of tensors: by a new op, or by the recomputation of a missing tensor.
 
     def _drop(self, t: int) -> None:
-        if t in self.offloads and not (self.recomputable[t] or self._is_useless(t, self.done)):
+        if t in self.round_trips and not (self.recomputable[t] or self._is_useless(t, self.done)):
             self._offload(t)  # tensors computed from it may be evicted and recomputed later
             return
         self.live.discard(t)

@@ -71,10 +71,10 @@ class SearchStage:
 # Strategies that do not apply to the problem are skipped. The solve ends with the stage that solves it.
 STAGES = (
     SearchStage(KeepEverything),
-    SearchStage(EvictionRules, lambda s: 0.0 if s.problem.offloads else _EARLY_RULES_LIMIT),
+    SearchStage(EvictionRules, lambda s: 0.0 if s.problem.round_trips else _EARLY_RULES_LIMIT),
     SearchStage(OffloadingPortfolio, in_background=True),
     SearchStage(Relaxation, lambda s: s.params.bound.first_slice),
-    SearchStage(EvictionRules, lambda s: OFFLOADING_RULES_LIMIT if s.problem.offloads else _RULES_LIMIT),
+    SearchStage(EvictionRules, lambda s: OFFLOADING_RULES_LIMIT if s.problem.round_trips else _RULES_LIMIT),
     SearchStage(Portfolio, in_background=True, improves=True),
     SearchStage(OffloadedOrders, lambda _: _OFFLOADED_LIMIT),
     SearchStage(TightEviction, lambda s: s.params.first_schedule.eviction_limit),

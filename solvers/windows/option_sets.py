@@ -25,7 +25,7 @@ def make_plain_parts(search: Search) -> list[Part]:
     parts = [Part(search, whole.out_of_place(), partial(_take_out_of_place, search))] if whole.writes_over_inputs else []
     if search.problem.placed:
         parts.append(Part(search, _weigh_transfers(whole), partial(_offer_again, search)))
-    if search.problem.offloads:
+    if search.problem.round_trips:
         parts.append(Part(search, search.problem.graph, search.incumbent.reserve))
     return parts
 
@@ -76,7 +76,7 @@ def make_option_parts(search: Search, commitments: Commitments) -> list[Part]:
     else:
         if problem.placed and not problem.has_devices:
             sets.append((_weigh_transfers(whole), partial(_offer_again, search), False))
-        if problem.offloads:
+        if problem.round_trips:
             sets.append((problem.graph, commitments.keep_without_offloading, False))
         program = commitments.program
         sets.append((program.plain.graph, lambda trial: commitments.take(program, trial), False))
@@ -115,7 +115,7 @@ class _Kinds:
 
     def has_devices_and_others(self, search: Search) -> bool:
         """Return True if ops may run on other devices and there are other options, unless some of several are lossy."""
-        some = bool(self.exact or self.lossy or search.problem.offloads)
+        some = bool(self.exact or self.lossy or search.problem.round_trips)
         return search.problem.has_devices and some and not self.several_with_lossy
 
     @property

@@ -97,7 +97,7 @@ class Search:
         trial, incumbent = self._simulate(order), self.incumbent
         incumbent.compare_peak(trial)
         # A schedule that offloads may become the best after pruning.
-        near_s = _NEAR * incumbent.best_s if self.problem.offloads else -np.inf
+        near_s = _NEAR * incumbent.best_s if self.problem.round_trips else -np.inf
         if incumbent.fits(trial) and (incumbent.take(trial) or trial.time_s <= near_s):
             incumbent.take(self._prune(trial, discretization))
         return trial

@@ -118,7 +118,7 @@ def case(make: Callable[[random.Random], Graph], seed: int) -> Case | None:
     """None where a graph has too many schedules to try, or nothing to offload."""
     draw = random.Random(seed)
     graph = make(draw)
-    if len(graph.pools) > 1 and not build_problem(graph, 1).offloads:
+    if len(graph.pools) > 1 and not build_problem(graph, 1).round_trips:
         return None
     program = remove_options(graph)
     least = bound_least_budget(graph).budget_bytes

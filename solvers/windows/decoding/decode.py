@@ -81,7 +81,7 @@ def try_out(problem: Problem, order: Order) -> Trial:
 
     With offloading, tensors live longer while they are transferred to the host, and are reloaded before they are read.
     """
-    if problem.offloads and not problem.places.plain:
+    if problem.round_trips and not problem.places.plain:
         return _try_out_plain(problem, order)
     if problem.has_streams:
         return _try_out_transfers(problem, order)
@@ -114,7 +114,7 @@ def _try_out_transfers(problem: Problem, order: Order) -> Trial:
         return Trial(order, schedule, math.inf, NOWHERE_BYTES, memory)
     simulation = simulate(problem.whole, schedule)
     trial = Trial(order, schedule, simulation.time_s, simulation.peak_bytes, memory)
-    if not problem.offloads:
+    if not problem.round_trips:
         return trial
     return replace(trial, waits_s=tuple(found.waits_s[at] for at in issued), ends=tuple(found.ends[at] for at in issued))
 
@@ -234,7 +234,7 @@ def order_of_schedule(problem: Problem, schedule: Schedule) -> Order | None:
 def decode(problem: Problem, discretization: Discretization, solution: Solution) -> Order:
     """Return the order of a model's solution, with the reloads of offloaded tensors."""
     order = order_of(problem, expand(problem, discretization, solution), instead=solution.instead, discretization=discretization)
-    return replace(order, reloads=_find_reloads(problem, solution, order)) if problem.offloads and solution.taken else order
+    return replace(order, reloads=_find_reloads(problem, solution, order)) if problem.round_trips and solution.taken else order
 
 
 def _find_reloads(problem: Problem, solution: Solution, order: Order) -> Reloads:
@@ -249,7 +249,7 @@ def _find_reloads(problem: Problem, solution: Solution, order: Order) -> Reloads
     for place, op in enumerate(order.computed):
         window = order.windows[place]
         for t in problem.inputs[op]:
-            if t in problem.offloads.by_tensor and t in last:
+            if t in problem.round_trips and t in last:
                 since = order.windows[last[t]]
                 if not all(t in solution.handed[k] for k in range(since + 1, window + 1)):
                     reloads.add((t, place))

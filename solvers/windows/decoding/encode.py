@@ -24,7 +24,7 @@ def encode_order(
 
 def encode_trial(problem: Problem, discretization: Discretization, trial: Trial) -> Solution:
     """Return the values of R, Q, S, z and A for a trial."""
-    if not problem.offloads:
+    if not problem.round_trips:
         return encode_order(problem, discretization, trial.order.computed, trial.order.instead)
     order = order_of(problem, trial.order.computed, discretization=discretization)
     return _encode(problem, discretization, order, trial.schedule.steps, trial.ends)
@@ -36,7 +36,7 @@ def _encode(
     """Return the values for the `steps` of an order; `ends`: for each execution the number of steps up to the frees after it."""
     recomputed, handed, taken = ([set[int]() for _ in range(len(discretization.ends) + 1)] for _ in range(3))
     twice: set[tuple[int, int]] = set()
-    executed, back = {end: place for place, end in enumerate(ends)}, {x.back.op: t for t, x in problem.offloads.by_tensor.items()}
+    executed, back = {end: place for place, end in enumerate(ends)}, {x.back.op: t for t, x in problem.round_trips.items()}
     live: set[int] = set()
     window = 0
     for index, step in enumerate(steps):
@@ -62,7 +62,7 @@ def _encode(
         tuple(map(frozenset, recomputed[:-1])),
         tuple(map(frozenset, handed)),
         frozenset(twice),
-        tuple(map(frozenset, taken[:-1])) if problem.offloads else (),
+        tuple(map(frozenset, taken[:-1])) if problem.round_trips else (),
         order.instead,
     )
 

@@ -149,7 +149,7 @@ class _PlainGraphBuilder:
     def build_graph(self) -> Graph:
         """Return the graph, with transfers to the host of tensors that have one representative."""
         whole = self.problem.whole
-        for t, transfers in self.problem.offloads.by_tensor.items():
+        for t, transfers in self.problem.round_trips.items():
             if len(self.copies_of.get(t, ())) == 1:
                 (here,) = self.copies_of[t]
                 out = len(self.ops)

@@ -29,7 +29,7 @@ def prune(
     Their outputs stay in memory since the previous execution. With optional ops and transfers to the host nothing is removed:
     that is done in its plain graph.
     """
-    if problem.offloads:
+    if problem.round_trips:
         return prune_with_transfers(problem, trial, budget_bytes, should_stop, passes) if problem.places.plain else trial
     for _ in range(passes):
         if should_stop():

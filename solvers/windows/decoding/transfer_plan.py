@@ -136,7 +136,7 @@ class TransferPlan:
                 self._transfer(transfer, [last[t] for t in streams.inputs[op]], place, index)
                 continue
             for t in streams.inputs[op] if index in wanted else ():
-                trip = problem.offloads.by_tensor.get(t)
+                trip = problem.round_trips.get(t)
                 if trip is not None and t in wanted[index]:
                     if trip.host_tensor not in last:
                         self._transfer(trip.out, [produced[t]], place, -1)

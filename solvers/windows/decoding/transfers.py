@@ -46,7 +46,7 @@ def _add_transfers(problem: Problem, computed: Sequence[int], reloads: Reloads, 
         run = TransferRun(TransferPlan(problem, computed, reloads, careful=careful), reloads, most)
         if not run.refused:
             break
-        by_tensor = problem.offloads.by_tensor
+        by_tensor = problem.round_trips
         reloads = frozenset((t, place) for t, place in reloads if by_tensor[t].host_tensor not in run.refused)
     return run
 

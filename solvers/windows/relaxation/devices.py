@@ -133,7 +133,7 @@ class _Makespan:
     def add(self) -> None:
         draft = self.draft
         idle = draft.add_column(1.0, upper=self.longest)
-        if self.problem.places.plain and not self.problem.offloads:
+        if self.problem.places.plain and not self.problem.round_trips:
             self.add_ends(idle)
         # The objective counts what the main device does and waits for, and then is idle: so much is the end at most.
         costs = {column: -cost for column, cost in enumerate(draft.cost) if cost}

@@ -102,7 +102,7 @@ class _MergedWindows:
                 column = draft.add_column()
                 self.copied[key] = [column]
                 draft.add_only_with(column, columns)
-                if not whole or draft.problem.offloads.host_bytes is None:
+                if not whole or draft.problem.host_bytes is None:
                     stored = [draft.stored[k, t] for k in windows if (k, t) in draft.stored]
                     draft.add_only_with(column, [draft.hosted[self.first, t], *stored])
         return self.copied[key]

@@ -20,7 +20,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from graphs.options.offload import Offloads
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.windows.relaxation.draft import NONE, ModelDraft
 
@@ -30,17 +29,17 @@ _LONG = 1e-3  # of the step: an op that takes as long is worth rows for transfer
 
 def add_offloads(draft: ModelDraft) -> None:
     """Add the variables, and rows 10 to 12 for every window."""
-    offloads = draft.problem.offloads
+    trips = draft.problem.round_trips
     for k in range(draft.windows):
-        for t in offloads.by_tensor:
+        for t in trips:
             _add_variables(draft, k, t)
     for k in range(draft.windows):
-        for t in offloads.by_tensor:
+        for t in trips:
             if (k, t) in draft.taken:
-                add_reload(draft, offloads, k, t)
+                add_reload(draft, k, t)
             if (k, t) in draft.stored:
                 add_offload(draft, k, t)
-        add_host_memory(draft, offloads, k)
+        add_host_memory(draft, k)
 
 
 def _add_variables(draft: ModelDraft, k: int, t: int) -> None:
@@ -59,7 +58,7 @@ def _add_variables(draft: ModelDraft, k: int, t: int) -> None:
             draft.valid[k, t] = draft.add_column()
 
 
-def add_reload(draft: ModelDraft, offloads: Offloads, k: int, t: int) -> None:
+def add_reload(draft: ModelDraft, k: int, t: int) -> None:
     """Add row 10: reloads, and the valid parts of tensors.
 
     Y[k,t] <= S[k,t] + A[k,t]                           (new t: no S)
@@ -73,7 +72,7 @@ def add_reload(draft: ModelDraft, offloads: Offloads, k: int, t: int) -> None:
     draft.add_only_with(fetched, [draft.handed[k, t], taken] if old else [taken])
     on_host = [draft.hosted[k, t], draft.stored[k, t]] if old else [draft.stored[k, t]]
     draft.add_only_with(taken, on_host)
-    if offloads.host_bytes is None:
+    if draft.problem.host_bytes is None:
         draft.add_only_with(fetched, on_host)
     if (k, t) in draft.valid:
         draft.add_only_with(draft.valid[k, t], [draft.handed[k, t]])
@@ -99,13 +98,13 @@ def add_offload(draft: ModelDraft, k: int, t: int) -> None:
         draft.add_only_with(draft.hosted[k + 1, t], [*earlier, draft.stored[k, t]])
 
 
-def add_host_memory(draft: ModelDraft, offloads: Offloads, k: int) -> None:
+def add_host_memory(draft: ModelDraft, k: int) -> None:
     """Add row 12, if the host has a capacity: sum of b_t W[k,t] <= its capacity."""
-    held = [t for t in offloads.by_tensor if (k, t) in draft.hosted]
-    if offloads.host_bytes is not None and held:
-        unit = max(1.0, offloads.host_bytes / 1e3)
+    capacity_bytes, held = draft.problem.host_bytes, [t for t in draft.problem.round_trips if (k, t) in draft.hosted]
+    if capacity_bytes is not None and held:
+        unit = max(1.0, capacity_bytes / 1e3)
         sizes = [draft.problem.sizes[t] / unit for t in held]
-        draft.add_row([draft.hosted[k, t] for t in held], sizes, -np.inf, offloads.host_bytes / unit)
+        draft.add_row([draft.hosted[k, t] for t in held], sizes, -np.inf, capacity_bytes / unit)
 
 
 def add_channels(draft: ModelDraft) -> None:
@@ -121,22 +120,22 @@ def add_channels(draft: ModelDraft) -> None:
 
     Z[k,t] >= X[k,t] - S[k+1,t] for t outside io(e_k): tensors freed before e_k were offloaded before.
     """
-    if not draft.problem.offloads:
+    if not draft.problem.round_trips:
         return
-    channels = _Channels(draft, draft.problem.offloads)
+    channels = _Channels(draft)
     for k in range(draft.windows):
         channels.add_window(k)
 
 
 class _Channels:
-    def __init__(self, draft: ModelDraft, offloads: Offloads) -> None:
-        self.draft = draft
+    def __init__(self, draft: ModelDraft) -> None:
+        self.draft, trips = draft, draft.problem.round_trips
         units = draft.problem.convert_to_units
         sure = draft.problem.places.sure
         self.new = [units(time_s) if sure[v] else 0.0 for v, time_s in enumerate(draft.problem.time_s)]
-        self.out = {t: units(transfers.out.time_s) for t, transfers in offloads.by_tensor.items()}
-        self.back = {t: units(transfers.back.time_s) for t, transfers in offloads.by_tensor.items()}
-        self.most = sum(max(self.out[t], self.back[t]) for t in offloads.by_tensor)  # longest wait in a window
+        self.out = {t: units(transfers.out.time_s) for t, transfers in trips.items()}
+        self.back = {t: units(transfers.back.time_s) for t, transfers in trips.items()}
+        self.most = sum(max(self.out[t], self.back[t]) for t in trips)  # longest wait in a window
         self.recomputed: list[list[tuple[int, float]]] = [[] for _ in range(draft.windows)]
         for (k, _), column in (*draft.recomputed.items(), *draft.twice.items()):
             self.recomputed[k].append((column, draft.cost[column]))

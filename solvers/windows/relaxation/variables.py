@@ -86,7 +86,7 @@ def _add_handed(draft: ModelDraft, k: int) -> None:
 
 def _is_idle(draft: ModelDraft, k: int, t: int) -> bool:
     """Return True if old t is neither produced, read nor transferred in window k, so that it is handed over on or was useless."""
-    if t in draft.problem.offloads.by_tensor:
+    if t in draft.problem.round_trips:
         return False
     if k <= 0 or draft.list_recomputing(k, t):
         return False

@@ -16,7 +16,6 @@ from itertools import groupby
 
 import numpy as np
 
-from graphs.options.offload import NO_OFFLOADS
 from solvers.highs.program import Outcome
 from solvers.problem import OBJECTIVE_SCALE, Problem
 from solvers.result import is_within
@@ -70,7 +69,7 @@ class Branches(Strategy):
         self.params = search.params.bound
         self.orders: deque[Order] = deque()
         self.whole = Discretization.whole(search.problem)
-        self.here = replace(search.problem, offloads=NO_OFFLOADS)  # keeping everything offloads nothing
+        self.here = replace(search.problem, round_trips={})  # keeping everything offloads nothing
         self.alternatives = _find_alternatives(search.problem)
         self.all = [self._branch(frozenset(), -np.inf)]
         if self.alternatives:

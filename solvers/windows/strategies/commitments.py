@@ -122,7 +122,7 @@ class Commitments:
         search, params = self.search, self.search.params
         for instead in list_simple_substitutions(search.problem):
             self.try_instead(instead)
-        if search.incumbent.best is None and not search.problem.offloads:
+        if search.incumbent.best is None and not search.problem.round_trips:
             self.try_least(params.bound.first_slice)
         self.place(min(_PLACE_FIRST, _PLACE_FIRST_SHARE * search.clock.limit))
 
@@ -310,7 +310,7 @@ class Commitments:
         computed = [plain.ops[op] for op in trial.order.computed]
         reloads = frozenset((plain.tensors[t], place) for t, place in trial.order.reloads)
         order = order_of(problem, computed, reloads, commitment.instead)
-        if not problem.offloads:
+        if not problem.round_trips:
             found = self.search.offer(order)
         else:
             found = map_trial_back(problem, plain, order, trial)

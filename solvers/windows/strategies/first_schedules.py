@@ -91,7 +91,7 @@ class TightEviction(Strategy):
             if should_stop():
                 return False
             # The rules may take longer than the limit: half of it is reserved for the least peak.
-            if search.problem.offloads and search.clock.now > (began + until) / 2:
+            if search.problem.round_trips and search.clock.now > (began + until) / 2:
                 break
             if (order := find_evicted(search.problem, rule, EvictionSettings(should_stop=should_stop))) is not None:
                 search.offer(order)
@@ -135,7 +135,7 @@ def find_evicted(problem: Problem, rule: EvictionRule, settings: EvictionSetting
 
 def add_prices(problem: Problem, rules: Sequence[EvictionRule]) -> Iterator[EvictionRule]:
     """Yield `rules`; with transfers to the host, at one price of channel time after another."""
-    for price in _PRICES if problem.offloads else _PRICES[:1]:
+    for price in _PRICES if problem.round_trips else _PRICES[:1]:
         yield from (replace(rule, channel=price) for rule in rules)
 
 

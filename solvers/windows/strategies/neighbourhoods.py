@@ -59,7 +59,7 @@ class EncodedTrial:
         yield from ((key, model.program.cost[column]) for key, column in model.recomputed.items() if self.start[column] > 0.5)
         for (k, t), column in model.taken.items():
             if self.start[column] > 0.5:
-                yield (k, problem.producer[t]), problem.convert_to_units(problem.offloads.by_tensor[t].back.time_s)
+                yield (k, problem.producer[t]), problem.convert_to_units(problem.round_trips[t].back.time_s)
 
 
 class RestrictedModel:
@@ -356,7 +356,7 @@ class FixAndOptimizeOptions(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has optional ops and no transfers to the host: with row 13 a solve takes too long."""
-        return not (problem.places.plain or problem.offloads)
+        return not (problem.places.plain or problem.round_trips)
 
     def step(self, limit: float) -> bool:
         """Improve the best schedule for about `limit`; return False once no neighbourhood improves it."""

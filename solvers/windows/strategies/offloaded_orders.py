@@ -36,7 +36,7 @@ class OffloadedOrders(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has transfers to the host."""
-        return bool(problem.offloads)
+        return bool(problem.round_trips)
 
     def step(self, limit: float) -> bool:
         """Offer such orders for about `limit`; return False."""
@@ -102,7 +102,7 @@ def _rank_tensors(problem: Problem) -> tuple[list[int], list[int]]:
 
     The second one also starts with tensors of the backward pass, whose recomputation deep in the step is rarely useful.
     """
-    transfers, ops = problem.offloads.by_tensor, problem.graph.ops
+    transfers, ops = problem.round_trips, problem.graph.ops
     producer = {t: ops[problem.producer[t]] for t in transfers}
     ranked = sorted(
         transfers, key=lambda t: (producer[t].recomputable, transfers[t].out.time_s / max(_INSTANT_S, producer[t].time_s), t)
@@ -112,7 +112,7 @@ def _rank_tensors(problem: Problem) -> tuple[list[int], list[int]]:
 
 def _select_hosted(problem: Problem, ranked: Sequence[int]) -> frozenset[int]:
     """Return the first tensors of `ranked` that fit on the host together, from their production to their last read."""
-    room = problem.offloads.host_bytes
+    room = problem.host_bytes
     if room is None:
         return frozenset(ranked)
     taken = np.zeros(problem.ops, dtype=np.int64)

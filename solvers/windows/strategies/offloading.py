@@ -47,9 +47,8 @@ class CoarseVariations(SteppedStrategy):
         for share, slower in sorted(changes, key=lambda change: 1 / change[0] + _WEIGHT * change[1]):
             search.progress.tell(f"looking for schedules for {share:.0%} of the memory and a link {slower:g} times as slow")
             problem = search.problem
-            varied = replace(
-                problem, capacity_bytes=int(share * problem.capacity_bytes), offloads=problem.offloads.slow_down(slower)
-            )
+            trips = {t: trip.slow_down(slower) for t, trip in problem.round_trips.items()}
+            varied = replace(problem, capacity_bytes=int(share * problem.capacity_bytes), round_trips=trips)
             model = build_relaxation(varied, search.models.coarse)
             _solve_and_offer(search, model, self.known)
             yield
@@ -147,7 +146,7 @@ def generate_simpler(
         if all(stays.values()):
             yield place, fewer, shifted
         fetched = [t for t in wanted if not stays[t]]
-        if fetched and all(t in problem.offloads.by_tensor for t in fetched):
+        if fetched and all(t in problem.round_trips for t in fetched):
             yield place, fewer, shifted.union((t, next_read[t, place] - 1) for t in fetched)
     if any(trial.waits_s):
         for pair in sorted(reloads, key=lambda pair: (problem.sizes[pair[0]], pair)):
@@ -188,7 +187,7 @@ def _generate_recomputing(problem: Problem, trial: Trial) -> Iterator[tuple[Sequ
             chain = chains[pair]
             cost_s = 0.0 if chain is None else sum(problem.time_s[op] for op in chain)
             if chain is not None and cost_s < wait_s:
-                ranked.append((cost_s / problem.offloads.by_tensor[stay.tensor].out.time_s, pair))
+                ranked.append((cost_s / problem.round_trips[stay.tensor].out.time_s, pair))
         for _, pair in sorted(ranked)[:_TENSORS]:
             tried.add(pair)
             chain = chains[pair]

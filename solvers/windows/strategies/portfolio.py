@@ -28,7 +28,7 @@ class Portfolio(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has no transfers to the host."""
-        return not problem.offloads
+        return not problem.round_trips
 
     def step(self, limit: float) -> bool:
         """Run the portfolio to its end; return False."""
@@ -58,7 +58,7 @@ class OffloadingPortfolio(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has transfers to the host."""
-        return bool(problem.offloads)
+        return bool(problem.round_trips)
 
     def step(self, limit: float) -> bool:
         """Run the portfolio to its end; return False."""

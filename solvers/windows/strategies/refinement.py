@@ -211,7 +211,7 @@ class _Solving:
         search.models.note_size(model.program.matrix.shape)
         start = None
         # A schedule with both optional ops and offloading has values only in the model of its plain graph.
-        if from_best and search.incumbent.best is not None and (search.problem.places.plain or not search.problem.offloads):
+        if from_best and search.incumbent.best is not None and (search.problem.places.plain or not search.problem.round_trips):
             start = start_values(model, encode_trial(search.problem, model.discretization, search.incumbent.best))
         answer = solve_program(
             model.program,

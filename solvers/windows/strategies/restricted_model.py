@@ -66,7 +66,7 @@ class CandidateSet:
 
 def build_restricted(problem: Problem, discretization: Discretization, known: CandidateSet) -> Model:
     """Build the restricted model, with the candidates `known`."""
-    problem = replace(problem, offloads=problem.offloads.filter(known.tensors.__contains__))
+    problem = replace(problem, round_trips={t: trip for t, trip in problem.round_trips.items() if t in known.tensors})
     return compose(ModelDraft(problem, discretization, wording=_RunningTotals()), *list_restricted_families(known))
 
 

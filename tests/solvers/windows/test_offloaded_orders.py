@@ -86,7 +86,7 @@ def test_offloaded_orders_fit_and_do_not_copy_needlessly() -> None:
     for seed in range(30):
         graph = offered(seed)
         problem = build_problem(graph, find_least_offloaded(graph, WorkClock(0.5)).peak_bytes)
-        unlimited = problem.offloads and problem.offloads.host_bytes is None
+        unlimited = problem.round_trips and problem.host_bytes is None
         for order in itertools.islice(generate_offloaded_orders(problem, should_stop=lambda: False), 6):
             trial = try_out(problem, order)
             assert simulate(graph, trial.schedule).peak_bytes == trial.peak_bytes

@@ -22,13 +22,12 @@ def offering(seed: int, link_bytes_per_s: float) -> Graph:
 
 
 def random_trial(draw: random.Random, problem: Problem) -> Trial:
-    assert problem.offloads is not None
     computed = short_form(problem.graph, random_order(draw, problem))
     reloads = frozenset(
         (t, place)
         for place, op in enumerate(computed)
         for t in problem.inputs[op]
-        if t in problem.offloads.by_tensor and draw.random() < 0.4
+        if t in problem.round_trips and draw.random() < 0.4
     )
     return try_out(problem, order_of(problem, computed, reloads))
 

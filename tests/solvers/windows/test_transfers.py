@@ -42,8 +42,7 @@ def offering(draw: random.Random, most_ops: int) -> Graph:
 
 
 def some_reloads(draw: random.Random, problem: Problem, computed: list[int]) -> frozenset[tuple[int, int]]:
-    assert problem.offloads is not None
-    reads = [(t, place) for place, op in enumerate(computed) for t in problem.inputs[op] if t in problem.offloads.by_tensor]
+    reads = [(t, place) for place, op in enumerate(computed) for t in problem.inputs[op] if t in problem.round_trips]
     return frozenset(pair for pair in reads if draw.random() < 0.5)
 
 
@@ -119,7 +118,7 @@ def test_queued_offloads_are_ordered_by_last_read() -> None:
     graph = apply_options(Graph(ops, tensors, frozenset({8})), ("offload",), Surroundings(Link.even(1.0)))
     problem = build_problem(graph, 100)
     found = add_transfers(problem, range(9), {(b, 6), (a, 7), (z, 8)})
-    out = {transfers.out.op: t for t, transfers in problem.offloads.by_tensor.items()}
+    out = {transfers.out.op: t for t, transfers in problem.round_trips.items()}
     assert [out[step.op] for step in found.schedule.steps if isinstance(step, Compute) and step.op in out] == [z, b, a]
 
 
@@ -190,7 +189,7 @@ def test_reloads_are_made_where_they_are_wanted_beside_collectives() -> None:
         computed = list(range(problem.ops))
         wanted = some_reloads(draw, problem, computed)
         found = add_transfers(problem, computed, wanted)
-        reloaded = {trip.back.op: t for t, trip in problem.offloads.by_tensor.items()}
+        reloaded = {trip.back.op: t for t, trip in problem.round_trips.items()}
         made = [reloaded[op] for op in found.schedule.computed if op in reloaded]
         assert wanted and sorted(made) == sorted(t for t, _ in wanted)
 

@@ -60,7 +60,7 @@ class InductorCompiler(Compiler):
         except (BudgetError, LimitError) as error:
             failure = error
         comparing = replace(self, compare_eager=True)
-        for variant in _list_others(captured.graph):
+        for variant in _list_others(captured.graph) if self.wrapper.together.is_alone else ():  # else there is no reference
             try:
                 other = _set_shares(whole_bytes, self.profile(self._compile_other(variant, captured, batch), batch))
                 with warnings.catch_warnings():

@@ -192,10 +192,8 @@ class Sharded(Unwrapped):
         self, loss_fn: LossFn | None, batch: Batch, settings: PlanSettings, variant: "CompileVariant | None" = None
     ) -> Capture:
         """Return the captured step on whole parameters. Nothing is gathered."""
-        if variant is not None:
-            raise TraceError("kernels='inductor' is not planned under fully_shard: leave it out, or use DistributedDataParallel")
         with self.sharding.enter_captured_state():
-            captured = super().capture(loss_fn, batch, settings)
+            captured = super().capture(loss_fn, batch, settings, variant)
         if captured.conditions is not None:
             raise TraceError(
                 "the step has branches on its data, which processes may take differently: under fully_shard all run the same "

@@ -1,6 +1,9 @@
-"""DDP on two processes over Inductor's kernels: one plan, and the gradients of DDP around a model by ``torch.compile``."""
+"""DDP and FSDP2 on two processes over Inductor's kernels: one plan, and the averaged gradients of ``torch.compile``."""
 
+import copy
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
@@ -23,16 +29,27 @@ def with_loss() -> nn.Module:
     return FunctionModule(lambda m, x, y: F.mse_loss(m.layers(x), y), layers=layers)
 
 
-def check(rank: int) -> None:
+def shard(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model.layers[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def get_whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def check(rank: int, wrap: Callable[[nn.Module], nn.Module], budget: str) -> None:
     torch.manual_seed(0)
-    planned, plain = DistributedDataParallel(with_loss()), with_loss()
-    plain.load_state_dict(planned.module.state_dict())
+    plain = with_loss()
+    planned = wrap(copy.deepcopy(plain))
     torch.manual_seed(rank)
     batch = torch.randn(64, 16), torch.randn(64, 16)
-    step = planner.compile(planned, None, batch, budget="100%", kernels="inductor", passes=1)
+    step = planner.compile(planned, None, batch, budget=budget, kernels="inductor", passes=1)
     plans = [None, None]
     dist.all_gather_object(plans, (step.plan.schedule, step.plan.graph))
-    assert plans[0] == plans[1] and step.plan.eager.identical
+    assert plans[0] == plans[1] and (step.plan.eager.identical or step.plan.eager.reference == "FSDP2")
+    assert step.plan.measured_peak_bytes == step.plan.peak_bytes
     compiled = torch.compile(plain, dynamic=False)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (planned, plain)]
     for turn in range(3):
@@ -44,7 +61,7 @@ def check(rank: int) -> None:
         assert torch.equal(*losses)
         for parameter in plain.parameters():  # what DDP does
             dist.all_reduce(parameter.grad.div_(2))
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(planned.parameters(), plain.parameters(), strict=True))
+        assert all(torch.equal(get_whole(a.grad), b.grad) for a, b in zip(planned.parameters(), plain.parameters(), strict=True))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -52,4 +69,5 @@ def check(rank: int) -> None:
 
 @pytest.mark.slow
 def test_two_processes_train_by_one_plan(tmp_path: Path) -> None:
-    on_two((check,), tmp_path)
+    with_fsdp2 = (partial(check, wrap=shard, budget=budget) for budget in ("100%", "85%"))
+    on_two((partial(check, wrap=DistributedDataParallel, budget="100%"), *with_fsdp2), tmp_path)

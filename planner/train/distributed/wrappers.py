@@ -258,11 +258,12 @@ def unwrap(model: nn.Module | Unwrapped) -> Unwrapped:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise TraceError("FullyShardedDataParallel (FSDP1) is not planned: use fully_shard (FSDP2), or DistributedDataParallel")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
+        wrapper = Sharded(model)  # after an evaluation some parameters are gathered until then
         if whole := [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]:
             raise TraceError(
                 f"parts of the model are sharded, but not the parameter {whole[0]}: call fully_shard(model) after its blocks"
             )
-        return Sharded(model)
+        return wrapper
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise TraceError("the parameters of the model are DTensors: plan the model before, or shard it with fully_shard")
     return Unwrapped(model, ALONE)

@@ -338,6 +338,16 @@ def check_capture(rank: int) -> None:
     assert all(isinstance(p, DTensor) for p in wrapper.module.parameters())
 
 
+def check_gathered_parts(rank: int) -> None:
+    """A model whose sharded part stays gathered behind an evaluation is sharded all the same."""
+    model, (x, _) = shard(Net()), make_batch(rank)
+    with torch.no_grad():
+        model(x)
+    assert not isinstance(model.embedding.weight, DTensor)
+    assert unwrap(nn.Sequential(model)).sharding is not None
+    assert isinstance(model.embedding.weight, DTensor)
+
+
 def check_memory_of_planning(rank: int) -> None:
     """A model is planned whose gathered parameters alone pass the budget: nothing beyond it is allocated while that is done."""
     width, layers = 2048, 24
@@ -504,7 +514,7 @@ def check_refusals_of_meshes(rank: int) -> None:
 
 def test_two_processes_train_as_fsdp2(tmp_path: Path) -> None:
     tied = partial(check_bits, model={"tied": True, "frozen": True})
-    on_processes(2, (tied, check_peak_in_a_reduction, check_capture, check_comparison), tmp_path)
+    on_processes(2, (tied, check_peak_in_a_reduction, check_capture, check_gathered_parts, check_comparison), tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")

@@ -34,7 +34,7 @@ EndOfCapture = Callable[[Any, Any], object]  # called with the translator of a f
 
 
 @contextmanager
-def allow_requires_grad_writes() -> Iterator[None]:
+def allow_requires_grad_writes() -> Iterator[set[str]]:
     """Follow ``hidden.requires_grad_()`` and ``hidden.requires_grad = True`` on intermediate tensors.
 
     Models do so to get gradients where their first layers are frozen (``enable_input_require_grads`` of Transformers). Nobody
@@ -42,20 +42,25 @@ def allow_requires_grad_writes() -> Iterator[None]:
     a tensor, since ``torch.compile`` might return them without their history; the loss of a step has its own. Before torch 2.13
     it follows none: they are left out. Tensors that are made so (``torch.zeros(8, requires_grad=True)``) are told to afterwards.
 
-    A tensor of the batch, as of the points of a differential equation, is read by the rest of the step through an alias that
-    requires a gradient. A warning says that the tensor itself gets none.
+    A tensor of the batch or another one that is no parameter, as of the points of a differential equation, is read by the rest
+    of the step through an alias that requires a gradient, also if eager PyTorch has told it so before. A warning says that the
+    tensor itself gets none.
+
+    Yields:
+        The names of these tensors, as Dynamo writes them.
 
     Raises:
         TraceError: a tensor of the batch is told to require a gradient, before torch 2.13.
     """
+    aliased = set[str]()
     with ExitStack() as stack:
-        stack.enter_context(wrap(*private.SETATTR, _set_requires_grad))
+        stack.enter_context(wrap(*private.SETATTR, partial(_set_requires_grad, aliased)))
         if private.FOLLOWS_REQUIRES_GRAD:
             stack.enter_context(patch.object(private.OutputGraph, private.FOLLOWS_REQUIRES_GRAD, lambda *_: None))
-        write = _write_or_refuse if private.FOLLOWS_REQUIRES_GRAD else _write_or_leave
-        stack.enter_context(wrap(*private.find_tensor_method("requires_grad_"), write))
+        write = _write_or_alias if private.FOLLOWS_REQUIRES_GRAD else _write_or_leave
+        stack.enter_context(wrap(*private.find_tensor_method("requires_grad_"), partial(write, aliased)))
         stack.enter_context(wrap(private.TorchInGraphFunctionVariable, "call_function", _make_with_gradient))
-        yield
+        yield aliased
 
 
 def _make_with_gradient(call: Any, function: Any, translator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -66,31 +71,31 @@ def _make_with_gradient(call: Any, function: Any, translator: Any, args: Any, kw
     return made.call_method(translator, "requires_grad_", [], {})
 
 
-def _set_requires_grad(set_attribute: Any, function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
+def _set_requires_grad(
+    aliased: set[str], set_attribute: Any, function: Any, translator: Any, owner: Any, name: Any, value: Any
+) -> Any:
     if _is_attribute(owner, name, "requires_grad") and value.is_python_constant():
+        if _is_given(owner) and value.as_python_constant():
+            _read_through_leaf(aliased, owner, translator)
+            return value
         if owner.as_proxy().node.meta["example_value"].requires_grad is value.as_python_constant():
             return value
         if _is_made(owner):
             owner.call_method(translator, "requires_grad_", [value], {})
             return value
-        if _is_of_batch(owner) and value.as_python_constant():
-            _read_through_leaf(owner, translator)
-            return value
     return set_attribute(function, translator, owner, name, value)
 
 
-def _write_or_leave(write: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
-    return owner if _is_made(owner) else _write_or_refuse(write, owner, *args, **kwargs)
+def _write_or_leave(aliased: set[str], write: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    return owner if _is_made(owner) else _write_or_alias(aliased, write, owner, *args, **kwargs)
 
 
-def _write_or_refuse(write: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return write(owner, *args, **kwargs)
-    except private.TorchDynamoException:
-        if not _is_of_batch(owner) or owner.as_proxy().node.meta["example_value"].requires_grad:
-            raise
-        _read_through_leaf(owner, args[0])
+def _write_or_alias(aliased: set[str], write: Any, owner: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+    wanted = next((value for value in (*args, *kwargs.values()) if isinstance(value, private.VariableTracker)), None)
+    if _is_given(owner) and (wanted is None or (wanted.is_python_constant() and wanted.as_python_constant())):
+        _read_through_leaf(aliased, owner, translator)
         return owner
+    return write(owner, translator, *args, **kwargs)
 
 
 def _is_made(owner: Any) -> bool:
@@ -98,11 +103,16 @@ def _is_made(owner: Any) -> bool:
     return bool(owner.is_tensor() and owner.as_proxy().node.op not in ("placeholder", "get_attr"))
 
 
-def _is_of_batch(owner: Any) -> bool:
-    return owner.source is not None and private.get_source_name(owner.source).startswith(("L['args']", "L['kwargs']"))
+def _is_given(owner: Any) -> bool:
+    """Return True if a tensor exists before the step and is no parameter; False where the step reads an alias of it already."""
+    is_input = owner.source is not None and owner.as_proxy().node.op == "placeholder"
+    if not is_input or issubclass(owner.python_type(), nn.Parameter):
+        return False
+    is_of_batch = private.get_source_name(owner.source).startswith(("L['args']", "L['kwargs']"))
+    return not (is_of_batch and owner.as_proxy().node.meta["example_value"].requires_grad)
 
 
-def _read_through_leaf(owner: Any, translator: Any) -> None:
+def _read_through_leaf(aliased: set[str], owner: Any, translator: Any) -> None:
     """Let the rest of the step read the input `owner` through an alias that requires a gradient, and say so."""
     place = format_location(find_current_line())
     if not private.FOLLOWS_REQUIRES_GRAD:
@@ -114,9 +124,13 @@ def _read_through_leaf(owner: Any, translator: Any) -> None:
     leaf.call_method(translator, "requires_grad_", [], {})
     owner.proxy = leaf.as_proxy()
     owner.synchronize_attributes(translator)
+    aliased.add(name := private.get_source_name(owner.source))
+    what, where = "a tensor that is no parameter", "it, in the batch,"
+    if name.startswith(("L['args']", "L['kwargs']")):
+        what, where = "a tensor of the batch", "the batch"
     warn_caller(
-        f"{place} makes a tensor of the batch require a gradient: gradients inside the step are computed by it, but the planned "
-        "step leaves nothing in its grad. If that is read, call requires_grad_() on the batch before the step instead"
+        f"{place} makes {what} require a gradient: gradients inside the step are computed by it, but the planned step leaves "
+        f"nothing in its grad. If that is read, call requires_grad_() on {where} before the step instead"
     )
 
 

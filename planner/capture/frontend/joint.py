@@ -353,7 +353,7 @@ def _trace_with_later_values(
         _enter_settings(stack)
         with ExitStack() as dynamo:
             dynamo.enter_context(forbid_python_random())
-            dynamo.enter_context(allow_requires_grad_writes())
+            aliased = dynamo.enter_context(allow_requires_grad_writes())
             write_data = write_data_in_place_where(lambda _: True, dynamo)
             drop_hooks = dynamo.enter_context(follow_removed_hooks())
             dynamo.enter_context(call_at_end(later.end, drop_hooks, write_replaced_buffers, write_data))
@@ -390,7 +390,7 @@ def _trace_with_later_values(
             with run_on_fakes(step, batch) as run, skip_metrics(step):
                 others = [effect for effect in effects if effect.names.isdisjoint(later.stored)]
                 counted = check_effects(others, list_guarded_names(output), run, local, scope)
-            guards = _build_guards(output, frames, [*generators, *matrices.names], step, batch, later)
+            guards = _build_guards(output, frames, [*generators, *matrices.names], step, batch, later, aliased)
             if guards is not None and isinstance(values, SymbolicNumbers):
                 guards = replace(guards, numbers=values.finish(local, scope, counted))
             return made, guards
@@ -433,6 +433,7 @@ def _build_guards(
     step: TrainingStep,
     batch: Batch,
     later: LaterValues,
+    aliased: Collection[str],
 ) -> PythonGuards | None:
     """Return the guards of the capture; None if it is on fake tensors and never executed."""
     args, kwargs = split_arguments(batch)
@@ -441,14 +442,14 @@ def _build_guards(
     if any(isinstance(value, FakeTensor) for value in (*step.parameters(), *step.buffers(), *list_leaves(batch))):
         return None
     try:
-        guards = build_guards(output, private.get_traced_fn(step)[0].__code__, frames, step, batch, constants, later.calls)
+        guards = build_guards(output, frames, step, batch, constants, later.calls, aliased)
     except AssertionError as error:
         raise TraceError(
             f"the step reads a value that differs each time: {first_line(error)}; compute it outside of what is planned, and "
             "pass it with the batch as a tensor"
         ) from error
     for external in guards.external:
-        if isinstance(external.value, torch.Tensor) and external.value.requires_grad:
+        if isinstance(external.value, torch.Tensor) and external.value.requires_grad and external.name not in aliased:
             name = make_readable(external.name, local, scope)
             raise TraceError(
                 f"{name} requires a gradient, but is no parameter of the model, so a plan would not compute its gradient; "

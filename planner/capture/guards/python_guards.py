@@ -9,7 +9,7 @@ called. For the same reason a mode around a step, such as a counter of FLOPs, mu
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -207,21 +207,21 @@ class PythonGuards:
 
 def build_guards(
     output: private.CaptureOutput,
-    code: Any,
     frames: Frames,
     step: nn.Module,
     batch: Batch,
     constants: Iterable[str] = (),
     later: Iterable[LaterCall] = (),
+    aliased: Collection[str] = (),
 ) -> PythonGuards:
     """Return the guards of the code that Dynamo captured of `step` on `batch`.
 
     Args:
         output: the result of ``fullgraph_capture``.
-        code: the code object that was captured.
         frames: all functions that were captured with it (``planner.capture.guards.replaced_names.record_frames``).
         constants: names of the generators and sparse matrices that ops take.
         later: the calls that are made after the forward pass.
+        aliased: names of tensors that the step itself tells to require a gradient: they may do so before, or not.
 
     Raises:
         AssertionError: Dynamo finds that a guard fails right after it was made.
@@ -229,10 +229,11 @@ def build_guards(
     args, kwargs = split_arguments(batch)
     captured = output.graph_capture_output
     graph = captured.output_graph
-    graph._guards = private.GuardsSet(type(graph.guards.inner)(filter(_is_relevant, graph.guards)))
+    relevant = [guard for guard in graph.guards if _is_relevant(guard) and guard.name not in aliased]
+    graph._guards = private.GuardsSet(type(graph.guards.inner)(relevant))
     # The capture's dispatcher, which is active here, is not when a step is called: guards on tensors compare dispatch keys.
     with private.enter_dynamo_phase("build_guards"), no_python_dispatcher(), private.build_guards_for_plan():
-        manager = captured.build_guards(code)
+        manager = captured.build_guards(private.get_traced_fn(step)[0].__code__)
     local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
     sources = [
         private.get_source_name(source) for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source

@@ -231,3 +231,39 @@ def test_a_tensor_of_the_batch_that_the_step_lets_require_a_gradient(follow: Cal
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(mended.parameters(), twin.parameters(), strict=True))
         assert batch.grad is None or torch.equal(batch.grad, given.grad)
         assert batch.requires_grad is (batch.grad is not None)
+
+
+class Points(nn.Module):
+    """A network on fixed points, of which eager PyTorch makes leaves in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.inner = torch.rand(16, 2)
+        self.border: Tensor
+        self.register_buffer("border", torch.rand(16, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.layers(x).square().mean()
+        for points in (self.inner.requires_grad_(), self.border.requires_grad_()):
+            (slope,) = torch.autograd.grad(self.layers(points).sum(), points, create_graph=True)
+            loss = loss + slope.square().mean()
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*makes a tensor that is no parameter require a gradient")
+@pytest.mark.parametrize("runs_before", [False, True])
+def test_fixed_points_that_the_step_lets_require_a_gradient(runs_before: bool) -> None:
+    x, model = torch.rand(16, 2), Points()
+    twin = copy.deepcopy(model)
+    if runs_before:
+        model(x)
+    step = planner.compile(model, None, (x,), budget="100%")
+    for run, one in ((step, model), (twin, twin), (model, model), (twin, twin), (step, model), (twin, twin)):
+        loss = run(x)
+        loss.backward()
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter -= 0.1 * parameter.grad
+        one.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))

@@ -247,6 +247,8 @@ def test_a_tap_shows_a_tip_that_stays_until_the_next_tap(browser: Any, tmp_path:
     facts = StepFacts.of(timeline_of(large))
     curve = tuple(replace(row, budget_bytes=2**20 * row.budget_bytes, overhead=0.1) for row in CURVE)
     show(browser, written(render_page(facts, curve), tmp_path), width=390, height=844, touch=True)
+    heights = browser.execute_script("return [...document.querySelectorAll('button')].map(button => button.offsetHeight)")
+    assert min(heights) >= 24  # pixels that a finger needs (WCAG 2.5.8)
     assert "module h." in tap_at(browser, "memory", 0.6, 0.8)
     at_addresses = [tap_at(browser, "addresses0", 0.6, 0.1 * y) for y in range(1, 8)]
     assert {said.split("\n")[0] for said in at_addresses if said} <= {stay.tensor for stay in facts.planned.stays}

@@ -103,7 +103,12 @@ struct Class {
 class Ledger final : public EvictionLedger {
  public:
   Ledger(const std::string& name, py::object heuristic)
-      : heuristic_(std::move(heuristic)), rule_(read_rule(name)), least_bytes_(heuristic_.attr("least_bytes").cast<int64_t>()) {}
+      : heuristic_(std::move(heuristic)), rule_(read_rule(name)), least_bytes_(heuristic_.attr("least_bytes").cast<int64_t>()),
+        counts_bytes_(heuristic_.attr("counts_bytes").cast<bool>()) {}
+
+  double estimate_s(double seconds, int64_t moved_bytes) const override {
+    return counts_bytes_ ? static_cast<double>(moved_bytes) / kBytesPerSecond : seconds;
+  }
 
   py::object heuristic() const {
     return heuristic_;
@@ -498,6 +503,7 @@ class Ledger final : public EvictionLedger {
   const py::object heuristic_;
   const Rule rule_;
   const int64_t least_bytes_; // storages up to this size are never evicted
+  const bool counts_bytes_; // the time of an op is estimated by the bytes that it reads and writes
   std::vector<Storage> storages_; // by id
   Ids unused_; // ids of dropped storages
   std::unordered_map<int64_t, Op> ops_; // with an output that is not dropped

@@ -327,8 +327,7 @@ class Records final : public OpRecords {
     if (op.in_place) {
       read.insert(read.end(), made.begin(), made.end());
     }
-    const auto cost_s = estimate_s.call(heuristic, op.seconds, number(moved_bytes));
-    op.ledger_id = number(ledger.add_op(read, made, to_double(cost_s)));
+    op.ledger_id = number(ledger.add_op(read, made, ledger.estimate_s(to_double(op.seconds), moved_bytes)));
   }
 
   // Returns the ledger's id of a storage, as `Memory._enter` does.
@@ -675,7 +674,7 @@ class Records final : public OpRecords {
       return {};
     }
     if (const auto log = log_.of(follower_); !log.is_none()) {
-      unpack_in_log.call(log, number(number_of(storage, log, step_number.of(follower_))));
+      log_unpack(log, number(number_of(storage, log, step_number.of(follower_))));
     }
     touch_at(storage, to_double(read_s.of(memory_)));
     return steal(THPVariable_Wrap(make_alias(THPVariable_Unpack(alias))));
@@ -692,6 +691,19 @@ class Records final : public OpRecords {
 
   static py::object identity_of(py::handle object) {
     return steal(PyLong_FromVoidPtr(object.ptr()));
+  }
+
+  // Logs that autograd unpacks a storage, as `StepLog.unpack` does.
+  void log_unpack(const py::object& log, const py::object& storage) {
+    const auto unpacked = unpacked_in_log.of(log), position = number(PyList_GET_SIZE(ops.of(log).ptr()));
+    auto* found = PyDict_GetItemWithError(unpacked.ptr(), position.ptr());
+    check(found == nullptr && PyErr_Occurred() != nullptr ? -1 : 0);
+    if (found != nullptr) {
+      return check(PyList_Append(found, storage.ptr()));
+    }
+    py::list begun;
+    begun.append(storage);
+    check(PyDict_SetItem(unpacked.ptr(), position.ptr(), begun.ptr()));
   }
 
   // Logs that a storage was released, as `StepFollower.log_release` does.
@@ -1119,7 +1131,7 @@ class Records final : public OpRecords {
   const Name acquire{"acquire"}, add_of_memory{"add"}, allow{"allow"}, append{"append"}, begin_step_of{"_begin_step"},
       between_peak_bytes{"between_peak_bytes"}, bound_sizes{"bound_sizes"}, budget_bytes{"budget_bytes"}, by_id{"_by_id"},
       chains{"chains"}, check_memory{"check_memory"}, check_plan{"check_plan"}, clock_s{"clock_s"}, count_bytes{"count_bytes"},
-      dropped_{"_dropped"}, enter_by_python{"_enter_ops"}, eager_peak_bytes{"eager_peak_bytes"}, end{"end"}, estimate{"estimate"}, estimate_s{"estimate_s"},
+      dropped_{"_dropped"}, enter_by_python{"_enter_ops"}, eager_peak_bytes{"eager_peak_bytes"}, end{"end"}, estimate{"estimate"},
       evict_after{"evict_after"}, evicted_bytes{"evicted_bytes"}, extra_bytes{"extra_bytes"}, find_block{"find_block"}, find_made{"_find_made"},
       following{"_following"}, function{"function"}, heuristic_{"heuristic"}, host_reads{"host_reads"},
       keeps_random{"keeps_random"}, kept_ops{"kept_ops"}, learn_sizes_of{"learn_sizes"}, ledger_{"ledger"}, live_bytes{"live_bytes"}, log_{"log"},
@@ -1129,7 +1141,7 @@ class Records final : public OpRecords {
       pin_if_lost{"pin_if_lost"}, pop_left{"popleft"}, random{"random"}, read_s{"read_s"}, recall{"recall"}, record_measured{"record_measured"},
       record_write{"record_write"}, recorded{"_recorded"}, released_in_log{"released"}, remember{"remember"}, replay{"replay"}, restore{"restore"}, running{"running"},
       settle{"settle"}, sizes_bytes{"sizes_bytes"}, start{"start"}, step_number{"number"}, step_ops{"step_ops"}, stop{"stop"},
-      storages{"_storages"}, structures{"structures"}, touch{"touch"}, unlock{"release"}, unpack_in_log{"unpack"};
+      storages{"_storages"}, structures{"structures"}, touch{"touch"}, unlock{"release"}, unpacked_in_log{"unpacked"};
 
   const py::object recorder_, watch_type_, reference_type_, logged_type_;
   const OpClass op_;

@@ -116,6 +116,7 @@ class EvictionLedger {
   virtual ~EvictionLedger() = default;
   virtual int64_t add_storage(int64_t size_bytes, std::optional<std::pair<int64_t, int64_t>> origin) = 0;
   virtual int64_t add_op(const std::vector<int64_t>& inputs, const std::vector<int64_t>& outputs, double seconds) = 0;
+  virtual double estimate_s(double seconds, int64_t moved_bytes) const = 0; // `Heuristic.estimate_s`
   virtual void touch(const std::vector<int64_t>& ids, double now_s) = 0;
   virtual void note_evicted(int64_t id) = 0;
   virtual void pin(int64_t id) = 0;

@@ -160,16 +160,14 @@ class Recomputation:
     def _make_room(self, op: RecordedOp, room_bytes: int, stack: "list[_Rebuild]") -> None:
         """Make room for `op`. As the last resort, drop inputs that unfinished rebuilds hold, once per op."""
         memory, at_last = self.memory, False
-        while True:
+        while memory.live_bytes + room_bytes > memory.budget_bytes:
             try:
                 memory.make_room(room_bytes, f"recomputing {op.function}", at_last=at_last)
             except BudgetError:
                 if at_last:
                     raise
                 at_last = not _let_go(stack)
-            else:
-                memory.peak_bytes = max(memory.peak_bytes, memory.live_bytes + room_bytes)
-                return
+        memory.peak_bytes = max(memory.peak_bytes, memory.live_bytes + room_bytes)
 
     def _call(self, op: RecordedOp, tensors: list[torch.Tensor], stack: "list[_Rebuild]") -> tuple[list[Any], float] | None:
         """Execute an op again, until the allocator has memory for it or nothing is left to evict; return outputs and seconds.
@@ -182,7 +180,7 @@ class Recomputation:
         torch.set_grad_enabled(op.grad_enabled)
         _use(op.settings)
         costs = self.costs
-        if may_take_free_memory(op.function):
+        if not costs.times_each and may_take_free_memory(op.function):
             costs.find_block(op.room_bytes, self.memory.evict_after)
         while True:
             start = self.memory.now()

@@ -55,7 +55,7 @@ _OF_VALUES = (
     r"not ___dict_contains\('(?P<name>\w+)', (?P<source>.+)\.__dict__\)",
 )
 # An attribute or a key that was not there, as what the first step creates.
-_ABSENT = re.compile(r"not (?:hasattr\(.+, '\w+'\)|___dict_contains\(.+\))")
+_ABSENT = re.compile(r"not (?:hasattr\((?P<owner>.+), '(?P<name>\w+)'\)|___dict_contains\((?P<key>.+?), (?P<held>.+)\))")
 
 
 def explain(part: str, local: Scope, scope: Scope) -> str:
@@ -110,10 +110,14 @@ def is_mode(part: str) -> bool:
 
 
 def is_followed_value(part: str, local: Scope, scope: Scope) -> bool:
-    """Return True if the guard `part` is about a value that a step follows (``is_plain``), except a mode."""
+    """Return True if the guard `part` is about a value that a step follows (``is_plain``), except a mode.
+
+    What was missing, and is there now, is followed unless it is called: another ``forward`` of a model is another step.
+    """
     code = get_code(part)
-    if _ABSENT.fullmatch(code):
-        return True
+    if absent := _ABSENT.fullmatch(code):
+        owner, name, key, held = absent.groups()
+        return not callable(_get_value(f"{held}[{key}]" if owner is None else f"{owner}.{name}", local, scope))
     found = next(filter(None, (re.fullmatch(pattern, code, re.DOTALL) for pattern in _OF_VALUES)), None)
     if found is None or is_mode(part) or found["source"].startswith(("len(", "str(")):
         return False

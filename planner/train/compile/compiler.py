@@ -84,6 +84,7 @@ class Compiler:
         numbers: those that have changed, as Dynamo writes them: they become inputs of the steps that are captured again.
         constants: those of them that cannot be inputs.
         chose_arena: True if steps run in an arena because memory is tight, not because that was asked for.
+        in_arena: the compiler of steps in an arena, for which no plan was found soon: its plans replace those of this one.
     """
 
     wrapper: Unwrapped
@@ -99,6 +100,7 @@ class Compiler:
     numbers: set[str] = field(default_factory=set)
     constants: set[str] = field(default_factory=set)
     chose_arena: bool = False
+    in_arena: "Compiler | None" = None
 
     def choose_arena(self, graph: Graph, budget: Budget) -> "Compiler":
         """Return the compiler of the step of `graph`: in an arena on the CPU if memory is tight, unless `arena` was given.
@@ -186,7 +188,8 @@ class Compiler:
         except (BudgetError, LimitError) as error:
             if not self.chose_arena:
                 raise
-            left = replace(self, settings=self.settings.leave_arena(first_line(error)), chose_arena=False)
+            later = self if isinstance(error, LimitError) else None
+            left = replace(self, settings=self.settings.leave_arena(first_line(error)), chose_arena=False, in_arena=later)
             return left.solve(captured, batch, budget)
 
     def _solve(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
@@ -281,12 +284,13 @@ class Compiler:
         """Return the search for better plans while the step trains; None if plans are not swapped."""
         if not self._swaps:
             return None
+        later = self.in_arena or self
         improvement = Improvement(
             captured,
             plan,
             executor,
             solved_bytes=solved_bytes,
-            maker=PlanMaker(self._build_search(self.settings), self._make_executor),
+            maker=PlanMaker(later._build_search(later.settings), later._make_executor),
             finds=finds,
         )
         return Consultation(self.wrapper.ranks, improvement, self.wrapper.wrap)

@@ -15,7 +15,7 @@ from graphs.errors import InfeasibleError, LimitError
 from graphs.ir import Graph
 from planner.measure.observation import PeakWatch
 from planner.plans import keep_everything, search
-from planner.plans.background import Ended
+from planner.plans.background import BackgroundSolve, Ended
 from planner.plans.plan import Plan
 from planner.plans.search import StepSearch
 from planner.progress.stages import StageReport
@@ -164,6 +164,43 @@ def test_if_no_plan_in_an_arena_is_found_steps_run_in_none(
     assert not step.plan.arena
     assert "no arena: no schedule was found" in str(step.plan)
     assert_trains_as_eager(model, batch, step, steps=1)
+
+
+def test_an_arena_that_is_found_later_is_swapped_in(free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    free(NONE_FITS)
+    refuse_arenas(monkeypatch, LimitError("no schedule was found"), first=1)
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    assert_trains_as_eager(model, batch, step, steps=1)  # a plan is swapped in once the peak of the one before is known
+    step.wait()
+    assert_trains_as_eager(model, batch, step)
+    plan = step.plan
+    assert "in an arena" in step.history[-1].reason
+    assert plan.arena
+    assert plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("ends", ["nothing is found", "steps are slower in one"])
+def test_steps_stay_in_no_arena_if_they_are_slower_in_one_or_none_is_found(
+    ends: str, free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(NONE_FITS)
+    refuse_arenas(monkeypatch, LimitError("no schedule was found"), first=1)
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    if ends == "nothing is found":
+        monkeypatch.setattr(improvement.BackgroundSolve, "receive", end_without_plan)
+    else:
+        monkeypatch.setattr(improvement.OpTimer, "compute_times_s", lambda timer: {})
+        assert_trains_as_eager(model, batch, step, steps=6)
+    step.wait()
+    assert_trains_as_eager(model, batch, step)
+    assert not step.plan.arena
+
+
+def end_without_plan(solve: BackgroundSolve, most_s: float = 0.0) -> None:
+    del most_s
+    solve.ended = Ended(failure="no schedule was found")
 
 
 def test_if_the_arena_exceeds_the_budget_and_no_other_is_found_steps_run_in_none(

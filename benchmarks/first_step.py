@@ -1,10 +1,10 @@
 """Time from the call of ``planner.compile`` to the end of the first step, with limited memory: ``make bench-first-step``.
 
 Each model is trained for 8 steps of SGD: by eager PyTorch without a cap, and then, with the memory of the process capped
-(RLIMIT_DATA) half way between the plan's budget and eager PyTorch's memory, by a plan, by a plan with large pages
-(THP_MEM_ALLOC_ENABLE=1), by eager PyTorch and by eager PyTorch with checkpointed blocks. Each run has its own process, with one
-thread. Rows in the CSV are skipped. The benchmark fails if a plan does not train under the cap, or its results are not
-bit-identical to those of the run without one; memory and seconds above their limits are marked in the table.
+(RLIMIT_DATA) half way between the plan's budget and eager PyTorch's memory, by a plan, by eager PyTorch and by eager PyTorch with
+checkpointed blocks. Each run has its own process, with one thread. Rows in the CSV are skipped. The benchmark fails if a plan
+does not train under the cap, or its results are not bit-identical to those of the run without one; memory and seconds above their
+limits are marked in the table.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from benchmarks.command import Main
 from benchmarks.first_step_cases import CASES
-from benchmarks.first_step_run import FAILED, LARGE_PAGES, OUT_OF_MEMORY, RAN, UNCAPPED, WAYS, FirstStepRow, train
+from benchmarks.first_step_run import FAILED, OUT_OF_MEMORY, RAN, UNCAPPED, WAYS, FirstStepRow, train
 from graphs.errors import PlannerError
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.plans.select_attributes import select_attributes
@@ -54,9 +54,8 @@ def train_model(model: str, known: Sequence[FirstStepRow]) -> Iterator[FirstStep
 def train_in_process(model: str, way: str, about: Mapping[str, object]) -> FirstStepRow:
     """Return the row of a process that trains `model` in one way; `about` has the columns that all rows share."""
     row = replace(FirstStepRow(model=model, way=way, status=FAILED), **about)  # type: ignore[arg-type]
-    variables = {**ALONE, "THP_MEM_ALLOC_ENABLE": str(int(way == LARGE_PAGES))}
     try:
-        (row,) = iterate_results(train, CASES[model], row, variables=variables, limit_s=_LIMIT_S)
+        (row,) = iterate_results(train, CASES[model], row, variables=ALONE, limit_s=_LIMIT_S)
     except ProcessError as error:
         row = replace(row, message=str(error))
     return row
@@ -82,7 +81,6 @@ class Trained:
 
     uncapped: FirstStepRow
     planned: FirstStepRow
-    large_pages: FirstStepRow
     eager: FirstStepRow
     checkpointing: FirstStepRow
 
@@ -92,14 +90,9 @@ class Trained:
         return self.uncapped.model
 
     @property
-    def plans(self) -> tuple[FirstStepRow, FirstStepRow]:
-        """The rows of planned steps."""
-        return self.planned, self.large_pages
-
-    @property
     def same_bits(self) -> bool:
         """True if losses, parameters, buffers and the random state equal those of eager PyTorch without a cap."""
-        return all(row.status == RAN and row.digest == self.uncapped.digest for row in self.plans)
+        return self.planned.status == RAN and self.planned.digest == self.uncapped.digest
 
     @property
     def allowed_rss_bytes(self) -> int | None:
@@ -127,9 +120,10 @@ def list_failures(rows: Sequence[FirstStepRow]) -> list[str]:
     bad = [row for row in rows if row.way == UNCAPPED and row.status != RAN]
     lines = [f"{row.model}: eager PyTorch without a cap: {row.status}: {row.message}" for row in bad]
     for trained in group_by_model(rows):
-        failed = [row for row in trained.plans if row.status != RAN]
-        lines += [f"{row.model}: {row.way}: {row.status}: {row.message}" for row in failed]
-        if not failed and not trained.same_bits:
+        row = trained.planned
+        if row.status != RAN:
+            lines.append(f"{row.model}: {row.way}: {row.status}: {row.message}")
+        elif not trained.same_bits:
             lines.append(f"{trained.model}: losses, parameters, buffers or random state are not those of eager PyTorch")
     return lines
 
@@ -166,8 +160,8 @@ def format_table(rows: Sequence[FirstStepRow]) -> str:
 _LEGEND = (
     "Seconds are medians of the last steps, with the optimizer's; in brackets are multiples of eager PyTorch's without a cap. "
     "Overheads of plans over keeping everything are predicted, gaps are proved; the last plan is that after the last step. "
-    "Under the cap memory is returned to the system as soon as it is freed. Allocating it again takes time, less with pages of "
-    "2 MB, which PyTorch requests if THP_MEM_ALLOC_ENABLE=1. Plans run in an arena, which keeps its memory."
+    "Under the cap memory is returned to the system as soon as it is freed. Allocating it again takes time. Plans run in an "
+    "arena, which keeps its memory."
 )
 
 
@@ -221,7 +215,6 @@ _TRAINING = (
     _column("grows in eager", "planned.eager_growth_bytes"),
     _column("eager, no cap", "uncapped.step_s"),
     Column("planned", lambda trained: _step(trained.planned, trained.uncapped)),
-    Column("planned, large pages", lambda trained: _step(trained.large_pages, trained.uncapped)),
     _column("first plan (gap)", lambda trained: _plan(trained.planned.first_overhead, trained.planned.first_gap)),
     _column("last plan (gap)", lambda trained: _plan(trained.planned.last_overhead, trained.planned.last_gap)),
     _column("measured peak", "planned.measured_peak_bytes"),
@@ -235,7 +228,6 @@ _RSS = (
     _column("before planning", "planned.ready_rss_bytes"),
     _column("highest, planning", "planned.planning_rss_bytes"),
     _column("highest, training", "planned.training_rss_bytes"),
-    _column("with large pages", "large_pages.training_rss_bytes"),
     _column("eager, no cap", "uncapped.training_rss_bytes"),
     _column("eager, capped", "eager.training_rss_bytes"),
     _column("checkpointing, capped", "checkpointing.training_rss_bytes"),
@@ -248,7 +240,7 @@ def _format_seconds(time_s: float | None) -> str:
 
 def _select_ended_early(models: Sequence[Trained]) -> list[FirstStepRow]:
     """Return the rows that failed for a reason other than that eager PyTorch needs more than the cap."""
-    capped = [row for trained in models for row in (*trained.plans, trained.eager, trained.checkpointing) if row.status != RAN]
+    capped = [row for trained in models for row in (trained.planned, trained.eager, trained.checkpointing) if row.status != RAN]
     return [row for row in capped if row.status != OUT_OF_MEMORY or not row.message.startswith("RuntimeError")]
 
 

@@ -26,9 +26,9 @@ from planner.runtime.allocator_failure import find_allocator_failure
 from planner.studies.rows import Made, declare_column, declare_key, declare_made, declare_text, declare_value
 
 RAN, OUT_OF_MEMORY, REFUSED, FAILED = "ran", "out of memory", "refused", "failed"
-UNCAPPED, PLANNED, LARGE_PAGES = "uncapped", "planned", "planned, large pages"
+UNCAPPED, PLANNED = "uncapped", "planned"
 EAGER, CHECKPOINTING = "eager", "checkpointing"
-WAYS = (UNCAPPED, PLANNED, LARGE_PAGES, EAGER, CHECKPOINTING)
+WAYS = (UNCAPPED, PLANNED, EAGER, CHECKPOINTING)
 SEED = 0
 _SETTLED = 3  # of the steps, the last ones, which are timed
 _CPU = torch.device("cpu")
@@ -39,9 +39,7 @@ class FirstStepRow(Made):
     """One way to train one model, in a process of its own."""
 
     model: str = declare_key()
-    way: str = declare_key(
-        "eager PyTorch uncapped, or under the cap: planned (with THP_MEM_ALLOC_ENABLE=1: large pages), eager, checkpointing"
-    )
+    way: str = declare_key("eager PyTorch uncapped, or under the cap: planned, eager, checkpointing")
     status: str = declare_column("ran, out of memory, refused (with one clear error of the planner), or failed in another way")
     message: str = declare_text("the first line of the error")
     eager_peak_bytes: int | None = declare_value("of a step of eager PyTorch, by the allocator, static bytes included")
@@ -114,7 +112,6 @@ class Run:
         runs: dict[str, Callable[[], None]] = {
             UNCAPPED: self._train_uncapped,
             PLANNED: self._train_planned,
-            LARGE_PAGES: self._train_planned,
             EAGER: lambda: self._train(TrainingStep(model, loss_fn)),
             CHECKPOINTING: lambda: self._train(self._case.checkpointing(self._workload)),
         }

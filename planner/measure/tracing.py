@@ -29,9 +29,10 @@ from planner.measure.unrepeatable_ops import mark_custom_ops, mark_recorded_ops
 from planner.memory.free_memory import free_bytes
 from planner.memory.release import release_unused
 from planner.memory.reserved import needs_libraries
-from planner.plans.keep_everything import count_keep_everything_bytes, prepare_for_tight_memory
+from planner.plans.keep_everything import count_keep_everything_bytes
 from planner.progress import OnProgress, Stage, Stages, list_views
 from planner.runtime.libraries import warm_up_libraries
+from planner.runtime.tight_memory import prepare_for_tight_memory
 from planner.settings.devices import DeviceSpec, get_device
 from planner.settings.link import MEASURED_LINK
 from planner.settings.option_settings import OptionSettings

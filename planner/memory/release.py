@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,7 +13,6 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHO
 _MOST_MMAP_THRESHOLD_BYTES = 2**25  # DEFAULT_MMAP_THRESHOLD_MAX
 _LARGE_BYTES = 2**20
 _LARGE_BYTES_BESIDE_ARENA = 2**17
-_LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # with it PyTorch asks for pages of 2 MB
 _LOG = logging.getLogger(__name__)
 
 _returns_large_blocks = False
@@ -39,12 +37,10 @@ def return_large_blocks() -> None:
     if (libc := _load_glibc()) is not None:
         libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
         libc.malloc_trim(0)
-        if not _returns_large_blocks and os.environ.get(_LARGE_PAGES) != "1":
+        if not _returns_large_blocks:
             _LOG.warning(
                 "memory is tight: freed memory goes back to the system at once. There is nothing to do if the plan says that the "
-                "step runs in an arena; otherwise steps are slower than predicted, and %s=1, set before Python starts, makes "
-                "them faster.",
-                _LARGE_PAGES,
+                "step runs in an arena; otherwise steps are slower than predicted."
             )
     _returns_large_blocks = True
 

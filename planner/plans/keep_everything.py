@@ -5,7 +5,6 @@ import torch
 from graphs.ir import Graph
 from graphs.units import format_bytes
 from planner.memory.free_memory import free_bytes
-from planner.memory.release import return_large_blocks
 from planner.plans.summary import summarize
 
 # The bytes of a fragmented heap over those of its tensors. 1.8 was measured with everything kept, and 7 for plans of 130 MB.
@@ -21,16 +20,6 @@ def count_keep_everything_bytes(graph: Graph) -> int:
 def is_memory_tight(graph: Graph, device: torch.device) -> bool:
     """Return True if `device` is the CPU, and keeping everything may not fit into its free memory, with a fragmented heap."""
     return device.type == "cpu" and _MOST_HEAP * count_keep_everything_bytes(graph) > free_bytes(device)
-
-
-def prepare_for_tight_memory(graph: Graph, device: torch.device) -> None:
-    """Make the process return freed memory to the host at once, if memory is tight.
-
-    To be called as soon as sizes are known, since the heap does not shrink. With Inductor's kernels they are known from the
-    profile only.
-    """
-    if is_memory_tight(graph, device):
-        return_large_blocks()
 
 
 def explain_not_fitting(graph: Graph, device: torch.device) -> str:

@@ -187,6 +187,12 @@ def install_if_compiled() -> bool:
         return False
 
 
+def use_large_pages() -> None:
+    """Ask the system for large pages for what is requested outside of slabs, from now on, if the library is compiled."""
+    if install_if_compiled():
+        _load_library().arena_use_large_pages()
+
+
 @cache
 def _load_library() -> ctypes.CDLL:
     handle, number = ctypes.c_void_p, ctypes.c_int64
@@ -202,6 +208,7 @@ def _load_library() -> ctypes.CDLL:
         "drop_slab": (None, [handle]),
         "set_budget": (None, [handle, number]),
         "keep_pages": (None, [ctypes.c_bool]),
+        "use_large_pages": (None, []),
         "base": (number, [handle]),
         "new_addresses": (handle, [number, number, handle, handle]),
         "drop_addresses": (None, [handle]),

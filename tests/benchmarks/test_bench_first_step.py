@@ -55,9 +55,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_is_planned_and_trained_under_a_cap_that_eager_does_not_fit(folder: Path) -> None:
     rows = read_rows(folder / "rows.csv", FirstStepRow)
     (trained,) = group_by_model(rows)
-    uncapped, planned, large_pages = trained.uncapped, trained.planned, trained.large_pages
+    uncapped, planned = trained.uncapped, trained.planned
     assert [(row.model, row.way) for row in rows] == [(first_step_tiny.NAME, way) for way in WAYS]
-    assert uncapped.status == planned.status == large_pages.status == RAN
+    assert uncapped.status == planned.status == RAN
     assert trained.eager.status == OUT_OF_MEMORY
     assert trained.same_bits
     assert trained.checkpointing.digest in ("", uncapped.digest)

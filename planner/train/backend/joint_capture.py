@@ -23,7 +23,7 @@ from planner.capture.signature import Signature
 from planner.measure.profile import profile
 from planner.measure.roofline import model_times
 from planner.measure.unrepeatable_ops import mark_custom_ops
-from planner.plans.keep_everything import prepare_for_tight_memory
+from planner.runtime.tight_memory import prepare_for_tight_memory
 from planner.settings.compatibility import check_compatible
 from planner.settings.devices import DeviceSpec
 from planner.torch_private.capture import AOTInput, InputMutationAOTOutput, TangentAOTInput

@@ -17,7 +17,7 @@ from planner.capture.options.traced import add_traced
 from planner.capture.program.draws import get_default_generator
 from planner.capture.signature import Signature
 from planner.measure.profile import profile
-from planner.plans.keep_everything import prepare_for_tight_memory
+from planner.runtime.tight_memory import prepare_for_tight_memory
 from planner.torch_private import capture as private
 from planner.torch_private.core import disable_current_modes, no_python_dispatcher, pytree
 from planner.train.backend.joint_capture import Placeholders, find_mutated_inputs, mark_not_recomputable

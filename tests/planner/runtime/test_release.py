@@ -1,5 +1,6 @@
 """Freed memory goes back to the system, and what that costs is said once."""
 
+import shutil
 import subprocess
 import sys
 
@@ -37,11 +38,29 @@ def test_cost_of_released_memory_is_logged_once(monkeypatch: pytest.MonkeyPatch)
         def malloc_trim(self, pad: int) -> None: ...
 
     monkeypatch.setattr(release, "_load_glibc", Libc)
-    for setting, said in (("0", 1), ("1", 0)):
-        monkeypatch.setattr(release, "_returns_large_blocks", False)
-        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", setting)
-        with lines_of(release.__name__) as messages:
-            return_large_blocks()
-            return_large_blocks()
-        assert len(messages) == said
-        assert all("THP_MEM_ALLOC_ENABLE=1, set before Python starts" in message for message in messages)
+    monkeypatch.setattr(release, "_returns_large_blocks", False)
+    with lines_of(release.__name__) as messages:
+        return_large_blocks()
+        return_large_blocks()
+    assert len(messages) == 1
+
+
+_ASKED = """
+import re, torch
+from planner.native.library import wait_for_library
+from planner.runtime.arena_allocator import use_large_pages
+wait_for_library()
+use_large_pages()
+block = torch.empty(2**26, dtype=torch.uint8)
+middle = block.data_ptr() + 2**25
+for area in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read(), flags=re.MULTILINE)[1:]:
+    begin, end = (int(bound, 16) for bound in area.split()[0].split("-"))
+    if begin <= middle < end:
+        print(area.rpartition("VmFlags:")[2])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="pages of Linux, asked for in C++")
+def test_large_pages_are_asked_for() -> None:
+    run = subprocess.run([sys.executable, "-c", _ASKED], capture_output=True, text=True, check=True)
+    assert "hg" in run.stdout.split()

@@ -19,7 +19,7 @@ from planner.plans.background import BackgroundSolve, Ended
 from planner.plans.plan import Plan
 from planner.plans.search import StepSearch
 from planner.progress.stages import StageReport
-from planner.runtime import arena_allocator
+from planner.runtime import arena_allocator, tight_memory
 from planner.settings.budget import Budget
 from planner.train.compile import compiler, improvement
 from tests.support.budgets import between
@@ -36,7 +36,8 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """A function that sets the free memory, as a multiple of what keeping everything takes."""
     arena_allocator.install()  # compiled
     needed = keep_everything.count_keep_everything_bytes
-    monkeypatch.setattr(keep_everything, "return_large_blocks", lambda: None)  # would concern all tests of this process
+    for change in ("return_large_blocks", "use_large_pages"):  # would concern all tests of this process
+        monkeypatch.setattr(tight_memory, change, lambda: None)
     monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", math.inf)  # no better plan is looked for
     monkeypatch.setattr(improvement, "solve_here", lambda job, most_s: Ended(failure="there was no time"))
 

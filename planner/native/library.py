@@ -134,6 +134,11 @@ def find_library() -> Library | None:
     return _LOADER.library
 
 
+def is_being_compiled() -> bool:
+    """Return True if the library is not loaded yet and may still be."""
+    return find_library() is None and _LOADER.problem is None
+
+
 def wait_for_library() -> Library:
     """Return the library, after compiling it if necessary.
 

@@ -9,8 +9,8 @@ the run is a short trial. The first step of a plan without
 measured peak is observed; a plan over the budget is taken back. Bits do not depend on which plan runs.
 
 Where memory is tight and no addresses were found soon, a step begins in no arena, and the first solve looks for a plan in one.
-Before, a step waited for it: 17 s for ResNet-50 at half its peak. Op times of the steps until then are not taken for costs: they
-include pages that an arena keeps.
+Before, a step waited for it: 17 s for ResNet-50 at half its peak. So it begins while the allocator of arenas is being compiled,
+and moves once it is there. Op times of the steps until then are not taken for costs: they include pages that an arena keeps.
 """
 
 import math
@@ -25,6 +25,7 @@ from graphs.ir import Graph
 from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
 from planner.measure.observation import OpTimer, PeakWatch
+from planner.native.library import is_being_compiled
 from planner.plans.background import BackgroundSolve, SolveJob, solve_here
 from planner.plans.eager import EagerComparison
 from planner.plans.plan import Plan
@@ -117,6 +118,7 @@ class Improvement:
         self._steps, self._due = 0.0, 0.0  # steps so far, and those after which the candidate repays its swap
         self._time_s, self._bound_s = plan.time_s, plan.bound_s  # of the current plan, at the latest costs
         self._seeks_arena = maker.search.chose_arena and NO_ARENA in plan.settings
+        self._awaits_allocator = self._is_allocator_missing(plan)
         self._is_solved = plan.status in SOLVED and not self._seeks_arena  # at the latest costs
         # The order of ops stays if it was preferred to program order, or a solve had its time.
         self._is_settled = self._is_solved or bool(plan.settings.get("reordered"))
@@ -137,6 +139,9 @@ class Improvement:
         others = any(solve.is_running for solve in _SOLVES)  # for other sizes or models: one solve at a time
         if not self._is_solved and self._solve is None and not others and self._is_worth_it(steps):
             self._start()
+        if self._awaits_allocator and self._watch is None and not is_being_compiled():
+            self._awaits_allocator = False
+            return self.plan
         return self._take_better()
 
     def wait(self, seconds: float | None) -> Plan | None:
@@ -153,9 +158,9 @@ class Improvement:
     def adopt(self, plan: Plan) -> PlanSwap:
         """Replace the current plan by `plan`, and observe the peak of its first step."""
         gain = 1 - (1 + plan.overhead) / (1 + self.plan.overhead)
-        why = "in an arena, which keeps its pages" if self._seeks_arena else f"{gain:.1%} faster"
-        self._seeks_arena = False
         executor = self._maker.make_executor(self._captured, plan)
+        moves = executor.arena is not None and self._executor.arena is None
+        why = "in an arena, which keeps its pages" if moves else f"{gain:.1%} faster"
         self._time_ops_of(executor)
         self._before = PlanSwap(self.plan, self._executor, self._captured.graph, "the peak of the next one was over the budget")
         self.plan = replace(
@@ -167,6 +172,7 @@ class Improvement:
         self._time_s, self._bound_s = plan.time_s, plan.bound_s
         executor.start_training(self.plan.budget_bytes, check_writes=self._executor.check_writes)
         self._executor, self._watch = executor, PeakWatch(executor)
+        self._seeks_arena, self._awaits_allocator = False, self._is_allocator_missing(plan)
         return PlanSwap(self.plan, executor, self._captured.graph, f"{why}, found during training: {plan.proof}")
 
     def compute_over_bytes(self) -> int | None:
@@ -232,6 +238,11 @@ class Improvement:
             if observer is not None and not observer.done:
                 observer.stop()
         self._timer = self._watch = None
+
+    def _is_allocator_missing(self, plan: Plan) -> bool:
+        """Return True if `plan` is one in an arena that runs in none because the allocator is still being compiled."""
+        search = self._maker.search
+        return search.chose_arena and NO_ARENA not in plan.settings and self._executor.arena is None and is_being_compiled()
 
     def _is_worth_it(self, steps: int) -> bool:
         """Return True if the time that the steps so far have lost, or may have, justifies a process."""
@@ -372,7 +383,7 @@ class Improvement:
     def _take_times(self) -> None:
         """Correct the costs once the timed steps are over, and solve again with them."""
         timer = self._timer
-        if timer is None or not timer.done or self._seeks_arena:
+        if timer is None or not timer.done or self._seeks_arena or self._awaits_allocator:
             return
         self._timer = None
         ops = self._executor.graph.ops

@@ -142,6 +142,23 @@ def test_without_its_library_steps_run_in_no_arena(free: Callable[[float], None]
     assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
 
 
+def test_steps_move_to_an_arena_once_its_library_is_compiled(
+    free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(NONE_FITS)
+    model, batch = model_and_batch()
+    with monkeypatch.context() as before:
+        before.setattr(arena_allocator, "find_library", lambda: None)
+        before.setattr(improvement, "is_being_compiled", lambda: True)
+        step = planned(model, batch)
+        assert_trains_as_eager(model, batch, step, steps=5)
+        assert not step.plan.arena
+    assert_trains_as_eager(model, batch, step)
+    assert step.plan.arena
+    assert "in an arena" in step.history[-1].reason
+    assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
+
+
 def refuse_arenas(monkeypatch: pytest.MonkeyPatch, error: Exception, first: int) -> None:
     """Let searches for a plan in an arena fail from number `first` on."""
     find, made = StepSearch.find_first_plan, [0]

@@ -104,7 +104,7 @@ def capture_joint_graph(
         nonlocal settles
         with keep_ops_as_eager(), capture_attention_as_on_cuda() if as_on_cuda else nullcontext():
             try:
-                traced = _capture_with_numbers(step, batch, numbers) if numbers else _capture_as_eager(step, batch, looks)
+                traced = _capture_with_numbers(step, batch, numbers) if numbers else _capture_as_eager(step, batch, looks=looks)
             except CountingError as counting:
                 if numbers is None:
                     raise
@@ -210,7 +210,7 @@ def _run_until_settled(step: TrainingStep, batch: Batch, trace: Callable[[], T])
     return traced
 
 
-def _capture_as_eager(step: TrainingStep, batch: Batch, looks: object) -> Traced:
+def _capture_as_eager(step: TrainingStep, batch: Batch, *, looks: bool) -> Traced:
     """Return the joint graph of `step`, its guards, and the branches on data that were taken, if any.
 
     Every node carries fake values, inputs and outputs carry descriptors. A model that asks whether it is compiled is captured
@@ -285,7 +285,7 @@ def _get_result(found: Made[T] | Exception | None, step: TrainingStep, batch: Ba
 
 
 def _try_attempts(
-    step: TrainingStep, batch: Batch, names: Collection[str] = (), *, looks: object = False
+    step: TrainingStep, batch: Batch, names: Collection[str] = (), *, looks: bool = False
 ) -> Made[private.JointWithDescriptors] | Exception | None:
     """Capture with modules told that they are not compiled, as far as possible; return as ``_try_capture``."""
     informed, may_look = set(ASKING_FOR_COMPILERS), ask_for_values if looks else is_constant

@@ -3,6 +3,9 @@
 import torch
 
 from graphs.ir import Graph
+from graphs.short_tracebacks import warn_caller
+from graphs.units import format_bytes
+from planner.memory.free_memory import free_bytes
 from planner.memory.release import return_large_blocks
 from planner.plans.keep_everything import is_memory_tight
 from planner.runtime.arena_allocator import use_large_pages
@@ -18,3 +21,13 @@ def prepare_for_tight_memory(graph: Graph, device: torch.device) -> None:
     if is_memory_tight(graph, device):
         return_large_blocks()
         use_large_pages()
+
+
+def warn_of_missing_memory(graph: Graph, peak_bytes: int, device: torch.device) -> None:
+    """Warn if a step whose peak is `peak_bytes` finds no memory on `device`, where the static memory of `graph` already is."""
+    room_bytes = free_bytes(device) + graph.static_bytes
+    if peak_bytes > room_bytes:
+        warn_caller(
+            f"the plan takes {format_bytes(peak_bytes)}, and there is room for {format_bytes(room_bytes)}: the first step is "
+            "likely to find no memory. Plan for a lower budget, or free memory before training"
+        )

@@ -45,6 +45,7 @@ from planner.runtime.cuda.graphed_step import FunctionRecorder, prepare_for_reco
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import get_workspaces, library_users, warm_up_libraries
 from planner.runtime.out_of_memory import report_errors
+from planner.runtime.tight_memory import warn_of_missing_memory
 from planner.runtime.transfers.channels import HostChannels
 from planner.settings.budget import Budget, Bytes, Overhead
 from planner.settings.counted_memory import CountedMemory
@@ -205,6 +206,7 @@ class Compiler:
         if not rehearses:
             executor = self._make_executor(captured, plan)
             plan = self._compare(captured, batch, plan if executor.arena else set_arena(plan, None), executor)
+            warn_of_missing_memory(captured.graph, plan.peak_bytes, executor.device)
             return self._step(captured, plan, executor, budget, solved_bytes=plan.budget_bytes)
         wanted_bytes = plan.budget_bytes
         if self.recorder is not None:

@@ -122,6 +122,14 @@ def test_steps_run_in_no_arena_where_there_is_room_or_it_is_not_wanted(free: Cal
     assert ample.no_arena == unwanted.no_arena == ""
 
 
+def test_a_plan_that_finds_no_memory_warns(free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    free(NONE_FITS)
+    model, batch = model_and_batch()
+    monkeypatch.setattr(tight_memory, "free_bytes", lambda device: 1000)
+    with pytest.warns(UserWarning, match="and there is room for .*: the first step is likely to find no memory"):
+        planned(model, batch)
+
+
 def test_max_overhead_is_planned_without_an_arena(free: Callable[[float], None]) -> None:
     free(NONE_FITS)
     model, batch = model_and_batch()

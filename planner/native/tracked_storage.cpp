@@ -9,24 +9,26 @@ using namespace python_objects;
 
 PyTypeObject* storage_type = nullptr; // never freed
 
+// What may lead back to a storage.
+constexpr PyObject* TrackedStorage::* kTraversed[] = {
+    &TrackedStorage::base,
+    &TrackedStorage::evicted_aliases,
+    &TrackedStorage::snapshots,
+    &TrackedStorage::chain,
+    &TrackedStorage::aliases};
+
 int visit_fields(PyObject* self, visitproc visit, void* arg) {
-  const auto& storage = storage_of(self);
   Py_VISIT(Py_TYPE(self));
-  Py_VISIT(storage.base);
-  Py_VISIT(storage.evicted_aliases);
-  Py_VISIT(storage.snapshots);
-  Py_VISIT(storage.chain);
-  Py_VISIT(storage.aliases);
+  for (const auto field : kTraversed) {
+    Py_VISIT(storage_of(self).*field);
+  }
   return 0;
 }
 
 int clear_fields(PyObject* self) {
-  auto& storage = storage_of(self);
-  Py_CLEAR(storage.base);
-  Py_CLEAR(storage.evicted_aliases);
-  Py_CLEAR(storage.snapshots);
-  Py_CLEAR(storage.chain);
-  Py_CLEAR(storage.aliases);
+  for (const auto field : kTraversed) {
+    Py_CLEAR(storage_of(self).*field);
+  }
   return 0;
 }
 

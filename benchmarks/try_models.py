@@ -99,7 +99,7 @@ class TriedRow(Made):
 
     @property
     def outside_bytes(self) -> int | None:
-        """What the step takes besides static memory and its slab; None if it did not run in an arena."""
+        """Bytes that the step takes besides static memory and its slab; None if it did not run in an arena."""
         known = self.peak_bytes, self.static_bytes, self.arena_bytes
         return None if None in known else self.peak_bytes - self.static_bytes - self.arena_bytes  # type: ignore[operator]
 

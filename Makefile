@@ -14,7 +14,7 @@ MODELS_STAMP := $(MODELS)/.installed
 CPU_MODELS := cpu-gpt2,cpu-vit,cpu-unet,cpu-resnet50,cpu-resnet50-wide,cpu-mobilenet_v2,cpu-mobilenet_v2-wide
 LATEST := .venv-latest-$(notdir $(PYTHON))
 
-.PHONY: help test test-latest test-slow demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-host bench-training bench-sharded bench-first-step bench-operators try-models try-entries gpu clean
+.PHONY: help test test-latest test-slow demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-host bench-sharded bench-first-step bench-operators try-models try-entries gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -71,9 +71,6 @@ bench-host: $(STAMP) ## what the host takes for a step whose kernels take nothin
 bench-eager: $(STAMP) ## the eager runtime: its cost with nothing to evict, and time at budgets, into results/eager
 	$(BIN)/python -m benchmarks eager $(ARGS)
 
-bench-training: $(STAMP) ## 50 steps of a training loop at half of the memory, beside eager PyTorch, into results/training
-	$(BIN)/python -m benchmarks training $(ARGS)
-
 bench-sharded: $(STAMP) ## plans of FSDP2's units beside FSDP2 with and without checkpoints, at its peaks, on two processes, into results/sharded
 	$(BIN)/python -m benchmarks sharded $(ARGS)
 
@@ -99,9 +96,6 @@ bench-reserved: $(STAMP) ## what PyTorch reserves on CUDA for plans of models, b
 bench-resident: $(STAMP) ## the resident memory of training by plans, with and without an arena, beside budget and interpreter, into results/resident
 	$(BIN)/python -m benchmarks resident $(ARGS)
 
-bench-arena: $(STAMP) ## steps in an arena beside the same steps without and eager PyTorch, with the pages that each takes, into results/arena (ARGS='--models unet')
-	$(BIN)/python -m benchmarks arena $(ARGS)
-
 bench-arena-training: $(STAMP) ## training in an arena and without, with several optimizers: bytes, bits, times, into results/arena_training (ARGS='--models vit')
 	$(BIN)/python -m benchmarks arena_training $(ARGS)
 
@@ -124,13 +118,11 @@ bench-operators: $(STAMP) $(MODELS_STAMP) ## the operators of PyTorch's tests, f
 results: bench-solve ## all under results/ but results/compiled, in about an hour (ARGS=--fresh to do all anew)
 	$(BIN)/python -m benchmarks compare $(ARGS)
 	$(BIN)/python -m benchmarks host --models $(CPU_MODELS) --out results/executor $(ARGS)
-	$(BIN)/python -m benchmarks training --device cpu $(ARGS)
 	$(BIN)/python -m benchmarks first_step $(ARGS)
 	$(BIN)/python examples/demo.py
 
-results-gpu: $(STAMP) ## on a CUDA device, compare methods on four models, train two of them at half of the memory, and plan over Triton's kernels
+results-gpu: $(STAMP) ## on a CUDA device, compare methods on four models, and plan over Triton's kernels
 	$(BIN)/python -m benchmarks compare --suites cuda $(ARGS)
-	$(BIN)/python -m benchmarks training --device cuda $(ARGS)
 	$(BIN)/python -m benchmarks compiled --device cuda --out results/compiled/cuda $(ARGS)
 
 gpu: ## tests and results that need a GPU, in the Python at hand, into $(OUT) or results/gpu (ARGS='--steps tests'); nothing is installed

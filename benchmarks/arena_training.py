@@ -17,11 +17,12 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import planner
-from benchmarks.arena import MODELS as STEPS, measure_given_bytes
 from benchmarks.command import Main, Setting, limit_threads
 from benchmarks.process_memory import count_resident_bytes
+from benchmarks.zoo_models import CPU_MODELS
 from graphs.units import format_bytes
 from planner.capture.workload.models import build
+from planner.runtime.allocator import measure_memory_rise
 from planner.runtime.arena import Arena
 from planner.runtime.arena_allocator import keep_idle_pages
 from planner.runtime.executor import Executor
@@ -32,8 +33,8 @@ from planner.studies.tables import Column
 from planner.train.compile.step import PlannedStep
 
 MODELS = {
-    "gpt2": STEPS["gpt2"],
-    "unet": STEPS["unet"],
+    "gpt2": partial(build, "gpt2", layers=4, width=64, heads=4, vocab=500, batch=8, seq=128, dropout=0),
+    "unet": CPU_MODELS["unet"],
     "vit": partial(build, "vit", layers=2, width=256, heads=4, size=32, patch=8, classes=10, batch=32, dropout=0),
 }
 OPTIMIZERS: dict[str, tuple[str, Callable[[nn.Module], Optimizer]]] = {
@@ -197,6 +198,11 @@ def _get_arena(step: PlannedStep) -> Arena:
     assert isinstance(step._run, Executor)
     assert isinstance(step._run.arena, Arena)
     return step._run.arena
+
+
+def measure_given_bytes(run: Callable[[], object]) -> int:
+    """Return the most bytes that PyTorch's allocator gives `run` at once."""
+    return measure_memory_rise(run, torch.device("cpu")).peak_bytes
 
 
 def _measure_optimizer_bytes(training: _Training) -> int:

@@ -5,20 +5,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 
-from planner.capture.lowering.statics import StaticTensors, compute_allocated_bytes
 from planner.capture.signature import Batch, call
 from planner.capture.workload.models import Workload
-from planner.measure.steps import Step, get_loss, measure_memory, wait_for_device
+from planner.measure.steps import Step, get_loss, wait_for_device
 from planner.torch_private.core import pytree
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
-    "momentum": partial(torch.optim.SGD, momentum=0.9),
     "sgd": torch.optim.SGD,
 }
 
@@ -31,19 +28,11 @@ class Recipe:
         make: called with a device; returns model, loss function and a batch there.
         optimizer: as for ``planner.compile``, a name in OPTIMIZERS.
         rate: learning rate.
-        clip: the largest norm of all gradients together; None for no clipping.
-        autocast: True for autocast to bfloat16.
     """
 
     make: Callable[..., Workload]
     optimizer: str
     rate: float
-    clip: float | None = None
-    autocast: bool = False
-
-    def enter_precision(self, device: torch.device) -> torch.autocast:
-        """Return the context of the forward pass."""
-        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.autocast)
 
 
 def generate_batches(like: Batch, count: int, *, seed: int) -> Iterator[Batch]:
@@ -70,7 +59,6 @@ class Loop:
         model.load_state_dict(start)
         self._model = model
         self._step = step
-        self._recipe = recipe
         self._device = next(model.parameters()).device
         self._optimizer = OPTIMIZERS[recipe.optimizer](model.parameters(), lr=recipe.rate)
         self._optimizer.zero_grad()
@@ -78,30 +66,17 @@ class Loop:
             torch.manual_seed(seed)
             self._keep_random_state()
 
-    def measure_step(self, batch: Batch) -> tuple[float, int]:
-        """Take a step: its loss, and the peak of its forward and backward pass, with all that is in memory throughout."""
-        losses = []
-
-        def forward(*inputs: object) -> torch.Tensor:
-            loss = self._forward(inputs)
-            losses.append(loss.detach())
-            return loss
-
-        with self._keep_own_random_state():
-            memory = measure_memory(forward, batch, static_bytes=self._count_static_bytes(batch), device=self._device)
-            self._update()
-        return losses[0].item(), memory.peak_bytes
-
     def time_step(self, batch: Batch) -> tuple[float, float, float]:
         """Take a step: its loss, and the seconds of its forward and backward pass, and of all of it."""
         with self._keep_own_random_state():
             wait_for_device(self._device)
             began = time.perf_counter()
-            loss = self._forward(batch)
+            loss = get_loss(call(self._step, batch))
             loss.backward()
             wait_for_device(self._device)
             passed = time.perf_counter()
-            self._update()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
             wait_for_device(self._device)
             ended = time.perf_counter()
         return loss.item(), passed - began, ended - began
@@ -112,23 +87,6 @@ class Loop:
         for value in (*self._model.state_dict().values(), *self._random_state):
             found.update(value.detach().cpu().flatten().view(torch.uint8).numpy())
         return found.hexdigest()[:16]
-
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        with self._recipe.enter_precision(self._device):
-            return get_loss(call(self._step, batch))
-
-    def _update(self) -> None:
-        if self._recipe.clip is not None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._recipe.clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def _count_static_bytes(self, batch: Batch) -> int:
-        """Return the current bytes of parameters, buffers, batch and optimizer state."""
-        state = [value for values in self._optimizer.state.values() for value in values.values()]
-        held = [v.nbytes for v in state if isinstance(v, torch.Tensor) and v.device == self._device]
-        there = [tensor.size_bytes for tensor in StaticTensors(self._model, batch, self._device).tensors]
-        return sum(there) + sum(compute_allocated_bytes(size, self._device) for size in held)
 
     @contextmanager
     def _keep_own_random_state(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="some benchmarks
 
 RESULTS = Path(__file__).parents[2] / "results"
 NAMES = (
-    *("addresses", "arena", "arena_training", "compiled", "compression", "eager", "host"),
+    *("addresses", "arena_training", "compiled", "compression", "eager", "host"),
     *("first_step", "offload", "operators", "options", "placement", "predicted_peaks"),
     *("reserved", "resident", "sharded", "solve"),
 )
@@ -35,7 +35,6 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("models", "entries", "arena_models"), ("try_models",)),
     "offload/max_batch": ("offload_sizes",),
     "options/ablation": ("options", "--ablation"),
-    "training": ("training", "--device", "cpu"),
 }
 # Budgets that cannot be met, graphs that took more than theirs, and sums of gradients at graph breaks (LoKr).
 WITH_FAILURES = ("entries", "gpu/plans", "gpu/ways")
@@ -67,7 +66,6 @@ OURS = "not method.str.startswith('planner inductor')"
 # What holds for every committed row in which the columns are known, as expressions of pandas.
 PROMISES = {
     "addresses": ("bound_bytes <= arena_bytes <= best_fit_bytes", "(status == 'optimal') == (bound_bytes == arena_bytes)"),
-    "arena": ("identical", "arena_faults == 0"),
     "compiled": (
         f"{OURS} or measured_peak_bytes <= budget_bytes",
         f"{OURS} or abs(predicted_peak_bytes / measured_peak_bytes - 1) <= 0.01",
@@ -95,12 +93,10 @@ def test_committed_rows_keep_their_promises(folder: str, promise: str) -> None:
 
 # Where benchmarks list their cases: all have committed rows.
 CASES = {
-    "arena": "arena.MODELS",
     "compression": "compression.CASES",
     "first_step": "first_step_cases.CASES",
     "offload": "offload.MODELS",
     "placement": "placement.MODELS",
-    "training/cpu": "training.RECIPES",
 }
 
 
@@ -108,7 +104,7 @@ CASES = {
 def test_every_case_has_committed_rows(folder: str) -> None:
     module, name = CASES[folder].split(".")
     cases = getattr(import_module(f"benchmarks.{module}"), name)
-    assert set(pd.read_csv(RESULTS / folder / "rows.csv")["model"]) == set(cases.get("cpu", cases))
+    assert set(pd.read_csv(RESULTS / folder / "rows.csv")["model"]) == set(cases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +133,6 @@ IN_ARENA = AT_HALF | {"method": "planner inductor in an arena"}
 CURVE = {"model": "gpt2", "bits": "8", "step": "0"}
 PLANNED, TRIED = {"model": "gpt2", "way": "planned"}, {"model": "mlp", "way": "planned at 50%"}
 ON_GPU = {"model": "resnet50", "way": "recompute", "share": "70%"}
-LOOP = {"model": "gpt2", "loop": "planned", "step": "1"}
 REFERENCE = {"graph": "random-1-10", "solver": "checkmate", "run": "1"}
 
 BAD_ROWS = (
@@ -178,12 +173,6 @@ BAD_ROWS = (
     BadRow("resident", {"model": "gpt2", "way": "arena"}, {"highest_bytes": ("highest_bytes", 10**9)}, " too much"),
     BadRow("solve", REFERENCE, {"time_s": ("time_s", 1)}, "costs agree in 6 of 7"),
     BadRow("solve", REFERENCE, {"status": "limit"}, "The reference solved 6 of 7 within its limit"),
-    BadRow("training", LOOP, {"peak_bytes": ("budget_bytes", 1)}, "gpt2: step 1 took "),
-    BadRow("training", LOOP, {"peak_bytes": ("budget_bytes", 1)}, "| 1 of 50 | 50 of 50 | yes |"),
-    BadRow("training", LOOP, {"loss": "1e-9"}, "gpt2: the losses of 1 of 50 steps are not eager's"),
-    BadRow("training", LOOP, {"loss_again": "nan"}, "gpt2: the losses of 1 of 50 steps are not eager's"),
-    BadRow("training", LOOP | {"loop": "eager"}, {"loss_again": "2"}, "but eager PyTorch does not repeat itself either"),
-    BadRow("training", LOOP | {"step": "49"}, {"state": "e"}, "gpt2: parameters, buffers or random state are not eager's"),
 )
 
 
@@ -192,16 +181,13 @@ def test_bad_rows_are_named(
     bad: BadRow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Study, "draw_figures", lambda *_: None)
-    folder = "training/cpu" if bad.folder == "training" else bad.folder
-    with (RESULTS / folder / "rows.csv").open() as file:
+    with (RESULTS / bad.folder / "rows.csv").open() as file:
         rows = list(csv.DictReader(file))
     row = next(row for row in rows if bad.row.items() <= row.items())
     alike = [other for other in rows if other.get("model") == row.get("model")]
-    out = tmp_path if folder == bad.folder else tmp_path / "cpu"
-    out.mkdir(exist_ok=True)
 
     def print_tables() -> str:
-        pd.DataFrame(alike).to_csv(out / "rows.csv", index=False)
+        pd.DataFrame(alike).to_csv(tmp_path / "rows.csv", index=False)
         make_tables(bad.folder, tmp_path)
         printed = capsys.readouterr()
         return str(printed.out + printed.err)

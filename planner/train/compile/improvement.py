@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any
 from weakref import WeakSet
 
@@ -52,6 +53,13 @@ _LOST_AT_ONCE_S, _TRIAL_STEPS = 0.005, 10
 _POLL_S = 0.2
 _SOLVES: WeakSet[BackgroundSolve] = WeakSet()  # started in this process
 _FIRST_SHARED = 2  # step before which several processes first exchange their state
+
+
+class _Awaited(Enum):
+    """What a step that is to run in an arena, and runs in none so far, waits for."""
+
+    PLAN = auto()  # in an arena, which is searched
+    ALLOCATOR = auto()  # of arenas, which is being compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +125,8 @@ class Improvement:
         self._candidate: Plan | None = None
         self._steps, self._due = 0.0, 0.0  # steps so far, and those after which the candidate repays its swap
         self._time_s, self._bound_s = plan.time_s, plan.bound_s  # of the current plan, at the latest costs
-        self._seeks_arena = maker.search.chose_arena and NO_ARENA in plan.settings
-        self._awaits_allocator = self._is_allocator_missing(plan)
-        self._is_solved = plan.status in SOLVED and not self._seeks_arena  # at the latest costs
+        self._awaited = self._find_awaited(plan)
+        self._is_solved = plan.status in SOLVED and self._awaited is not _Awaited.PLAN  # at the latest costs
         # The order of ops stays if it was preferred to program order, or a solve had its time.
         self._is_settled = self._is_solved or bool(plan.settings.get("reordered"))
         self._timer: OpTimer | None = None
@@ -139,8 +146,8 @@ class Improvement:
         others = any(solve.is_running for solve in _SOLVES)  # for other sizes or models: one solve at a time
         if not self._is_solved and self._solve is None and not others and self._is_worth_it(steps):
             self._start()
-        if self._awaits_allocator and self._watch is None and not is_being_compiled():
-            self._awaits_allocator = False
+        if self._awaited is _Awaited.ALLOCATOR and self._watch is None and not is_being_compiled():
+            self._awaited = None
             return self.plan
         return self._take_better()
 
@@ -172,7 +179,7 @@ class Improvement:
         self._time_s, self._bound_s = plan.time_s, plan.bound_s
         executor.start_training(self.plan.budget_bytes, check_writes=self._executor.check_writes)
         self._executor, self._watch = executor, PeakWatch(executor)
-        self._seeks_arena, self._awaits_allocator = False, self._is_allocator_missing(plan)
+        self._awaited = self._find_awaited(plan)
         return PlanSwap(self.plan, executor, self._captured.graph, f"{why}, found during training: {plan.proof}")
 
     def compute_over_bytes(self) -> int | None:
@@ -239,14 +246,17 @@ class Improvement:
                 observer.stop()
         self._timer = self._watch = None
 
-    def _is_allocator_missing(self, plan: Plan) -> bool:
-        """Return True if `plan` is one in an arena that runs in none because the allocator is still being compiled."""
-        search = self._maker.search
-        return search.chose_arena and NO_ARENA not in plan.settings and self._executor.arena is None and is_being_compiled()
+    def _find_awaited(self, plan: Plan) -> _Awaited | None:
+        """Return what the executor of `plan` waits for; None if it is in an arena, or is to be in none."""
+        if not self._maker.search.chose_arena or self._executor.arena is not None:
+            return None
+        if NO_ARENA in plan.settings:
+            return _Awaited.PLAN
+        return _Awaited.ALLOCATOR if is_being_compiled() else None
 
     def _is_worth_it(self, steps: int) -> bool:
         """Return True if the time that the steps so far have lost, or may have, justifies a process."""
-        if self._seeks_arena:
+        if self._awaited is _Awaited.PLAN:
             return True
         lost_s = self._time_s - (self.plan.graph.time_s if self._bound_s is None else self._bound_s)
         return steps >= _TRIAL_STEPS or lost_s >= _LOST_AT_ONCE_S or lost_s * steps >= _START_S
@@ -287,13 +297,13 @@ class Improvement:
         if (ended := self._solve.ended) is not None:
             self._is_settled |= ended.plan is not None
             self._solve, self._is_solved = None, True
-            if self._seeks_arena and self._candidate is None:
+            if self._awaited is _Awaited.PLAN and self._candidate is None:
                 self._leave_arena(ended.failure)
 
     def _leave_arena(self, why: str) -> None:
         """Look for plans in no arena from now on."""
         self._maker = replace(self._maker, search=self._maker.search.leave_arena(why.partition("\n")[0]))
-        self._seeks_arena, self._is_solved = False, self.plan.status in SOLVED
+        self._awaited, self._is_solved = None, self.plan.status in SOLVED
 
     def _take_better(self) -> Plan | None:
         """Return the plan that the solve has found, if it is to replace the current one; otherwise take over what it proves.
@@ -305,11 +315,11 @@ class Improvement:
         found = self._candidate
         if found is None or self._watch is not None or self._steps < self._due:  # one swap at a time
             return None
-        if not (self._is_shown(found) or self._is_solved or self._seeks_arena):
+        if not (self._is_shown(found) or self._is_solved or self._awaited is _Awaited.PLAN):
             return None
         self._candidate = None
         now = self._add_proof(found)
-        if self._seeks_arena:
+        if self._awaited is _Awaited.PLAN:
             return self._take_in_arena(found, now)
         gain = 1 - found.time_s / now.time_s
         lacks_proof = not _is_as_close(now, self.plan) and (now.gap is None or now.gap > OPTIMAL_GAP)
@@ -383,7 +393,7 @@ class Improvement:
     def _take_times(self) -> None:
         """Correct the costs once the timed steps are over, and solve again with them."""
         timer = self._timer
-        if timer is None or not timer.done or self._seeks_arena or self._awaits_allocator:
+        if timer is None or not timer.done or self._awaited is not None:
             return
         self._timer = None
         ops = self._executor.graph.ops

@@ -134,7 +134,6 @@ class Arena:
         self._recordings = 0
         self._warned = self._warned_of_optimizers = False
         self._accumulate = accumulate
-        self._held: Sequence[torch.Tensor | None] = ()
 
     @property
     def slab(self) -> Slab | None:
@@ -183,18 +182,12 @@ class Arena:
         self._recorded = self._alone = self._planned = None
         self._recordings = 0
 
-    def hold(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Hold `gradients` until autograd has added them: it copies out of the arena what others hold too."""
-        if self._accumulate:
-            self._held = gradients
-
     def has_optimizer(self, optimizer: Optimizer) -> bool:
         """Return True if a parameter of `optimizer` is one of the last step."""
         return optimizer_steps.has_any(optimizer, self._given)
 
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Serve the step of `optimizer` behind the last step from here on; record it if it is not known."""
-        self._held = ()  # autograd has copied them
         known, slab, planned = self.shared.optimizers.get(optimizer), self.slab, self._ended
         is_final = known is not None and known.is_final
         if slab is not None and planned is not None and is_final and optimizer in planned.optimizers:
@@ -258,7 +251,7 @@ class Arena:
         """Return a new step: recorded, or in the slab."""
         if self.missed.unmatched_bytes > _SMALL_BYTES and self._recordings < MOST_RECORDINGS:
             self._recorded = self._alone = self._planned = None
-        self._held, self.missed, self._ended = (), Missed(), None
+        self.missed, self._ended = Missed(), None
         self._given.clear()
         planned = self._plan()
         if planned is None:

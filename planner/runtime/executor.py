@@ -47,7 +47,7 @@ from planner.runtime.slab_addresses import predict_step
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.undo import Rollback
 from planner.runtime.unseen_writes import UnseenWrites
-from planner.torch_private.core import apply_function, backward_retains_graph, current_transform
+from planner.torch_private.core import apply_function, at_end_of_backward, backward_retains_graph, current_transform
 
 _SMALLER = "If only the last batch is smaller, drop it: DataLoader(..., drop_last=True). "
 _OTHER_SIZES = (
@@ -75,6 +75,7 @@ class Executor:
         earlier_gradients: the check of earlier gradients.
         changed_inputs: the tensors that are written between the passes.
         check_writes: True to detect writes to saved tensors that autograd does not see.
+        accumulates: True if gradients are added to those of earlier steps.
         arena: the arena that the passes run in; None for PyTorch's allocator.
     """
 
@@ -100,6 +101,7 @@ class Executor:
         check_runnable(capture.graph, capture.program)
         simulate(capture.graph, schedule)
         self.graph = capture.graph
+        self.accumulates = bool(self.graph.provenance.get("accumulate"))
         self.program = capture.program
         self.signature = capture.signature
         self.schedule = schedule
@@ -177,13 +179,12 @@ class Executor:
         Raises:
             PlannerError: its allocator cannot be put in place.
         """
-        accumulate = bool(self.graph.provenance.get("accumulate"))
         if isinstance(shared, SharedSlab):
-            self.arena = Arena(shared, accumulate=accumulate)
+            self.arena = Arena(shared, accumulate=self.accumulates)
             if (expected := predict_step(self.graph, self.schedule, offsets)) is not None:
                 self.arena.expect(*expected)
         else:
-            self.arena = DeviceArena(shared, plan_arena(self.graph, self.schedule), accumulate=accumulate)
+            self.arena = DeviceArena(shared, plan_arena(self.graph, self.schedule), accumulate=self.accumulates)
             self.launched = self._compile_passes()
         self._wrap_in_stages()
 
@@ -485,8 +486,9 @@ class _Step(torch.autograd.Function):
         with executor.memory.report_errors("backward"), _disable_autocast(static):
             gradients = executor.place_gradients(executor.code.backward(static, alive))
         gradients = executor.sharding.wrap(gradients, ctx.shardings)
-        if executor.arena is not None:
-            executor.arena.hold(gradients)
+        if executor.arena is not None and executor.accumulates:
+            # Until autograd has added them: it copies out of the arena what others hold too.
+            at_end_of_backward([*gradients].clear)
         return (None, None, *gradients)
 
 

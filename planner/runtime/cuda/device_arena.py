@@ -145,7 +145,6 @@ class DeviceArena:
         self.missed = self.lost = 0
         self.shared = shared
         self._accumulate = accumulate
-        self._held: Sequence[torch.Tensor | None] = ()
         self._running: _Begun | None = None
         self._outside_bytes: int | None = None
         self._was_lost = False  # the step that has these bytes
@@ -182,18 +181,12 @@ class DeviceArena:
         """Return the stage that runs both passes, which have the calls of ``call_before``, in the arena."""
         return self
 
-    def hold(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Hold `gradients` until autograd has added them: it copies out of the arena what others hold too."""
-        if self._accumulate:
-            self._held = gradients
-
     def has_optimizer(self, optimizer: Optimizer) -> bool:
         """Return True if a parameter of `optimizer` is one of the step."""
         return optimizer_steps.has_any(optimizer, {id(parameter) for parameter in self._list_parameters()})
 
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Serve the step of `optimizer` behind the last step from here on, or give the pool back if it may make state."""
-        self._held = ()  # autograd has copied them
         shared = self.shared
         known = shared.optimizers.setdefault(optimizer, _KnownOptimizer())
         if shared.ended is None or known.is_refused or shared.stream != torch.cuda.current_stream(shared.device):
@@ -233,7 +226,6 @@ class DeviceArena:
     def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
         """Run the forward pass, in the slab if there is room."""
         optimizer_steps.interrupt()
-        self._held = ()
         if not self._parameters:
             self._parameters = [ref(tensor) for tensor in static if isinstance(tensor, torch.nn.Parameter)]
         if self.steering.serves_optimizer:

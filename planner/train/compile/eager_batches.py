@@ -20,7 +20,7 @@ def fits_eager(executor: Executor, plan: Plan, batch: Batch) -> bool:
 def has_earlier_gradients(executor: Executor) -> bool:
     """Return True if there are gradients of earlier steps, which plans check for, and which are not counted."""
     trained = executor.training_step.parameters()
-    return not executor.graph.provenance.get("accumulate") and any(p.grad is not None for p in trained)
+    return not executor.accumulates and any(p.grad is not None for p in trained)
 
 
 def release_for_eager(executor: Executor) -> None:

@@ -20,6 +20,7 @@ class Feature(StrEnum):
     ARENA = "arena=True"
     REPLAN = "replan=True"
     SEVERAL_PROCESSES = "several processes"
+    DDP = "DistributedDataParallel"
     ON_CPU = "a model on the CPU"
     SHARED_GPU = "a GPU under torch.compile or on several processes"
     MAX_OVERHEAD = "max_overhead="

@@ -11,9 +11,10 @@ bench-host``). Gradients of gradients, taken outside of the step, are refused.
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ from planner.torch_private.core import apply_function, at_end_of_backward, backw
 _SMALLER = "If only the last batch is smaller, drop it: DataLoader(..., drop_last=True). "
 _OTHER_SIZES = (
     "If sizes vary, let each have a plan: planner.compile(..., dynamic=True), or planner.compile(..., replan=True), which "
-    "measures each size by itself (both on one process). To evaluate, call model(...) itself, or the step under torch.no_grad()"
+    "measures each size by itself (neither under DistributedDataParallel). To evaluate, call model(...) itself, or the step "
+    "under torch.no_grad()"
 )
 
 
@@ -273,11 +275,14 @@ class Executor:
         """Return the leaves of a batch and the numbers of the program, after checking that the step was planned for them.
 
         Raises:
-            MismatchError: as in a call of the step.
+            MismatchError: as in a call of the step, on all processes that run it together.
             PlannerError: it is called under a transform of ``torch.func``, or in a block of ``planner.rematerialize``.
         """
         check_no_transform("a planned step is called")
         check_no_block("a planned step is called")
+        return self.sharding.agree(partial(self._check_call, args, kwargs))
+
+    def _check_call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
         leaves = self.signature.flatten(*args, **kwargs)
         self._check(leaves)
         with self.sharding.enter_captured_state():

@@ -1,10 +1,12 @@
 """Sharded parameters of a step: a process holds its part of each, as a DTensor."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Unsharded:
@@ -19,6 +21,10 @@ class Unsharded:
     def enter_captured_state(self) -> AbstractContextManager[None]:
         """Put the model into the state in which it is captured; guards look at it in this state."""
         return nullcontext()
+
+    def agree(self, check: Callable[[], T]) -> T:
+        """Return the result of `check`, which refuses a batch by a MismatchError; processes with one plan do the same."""
+        return check()
 
     def unwrap(self, static: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return the tensors that a program reads, and the shardings that `wrap` takes."""

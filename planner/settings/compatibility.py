@@ -50,12 +50,12 @@ _OF_FEATURES = (
     Incompatibility(Feature.CUDA_GRAPH, Feature.ON_CPU, "a CUDA graph needs a model on a CUDA device: leave out cuda_graph=True"),
     Incompatibility(
         Feature.VARYING_SIZES,
-        Feature.SEVERAL_PROCESSES,
-        "plans for several sizes work in a single process only: leave out dynamic=True, and pad the batches",
+        Feature.DDP,
+        "its processes do not agree on sizes before each step: leave out dynamic=True, and pad the batches",
     ),
     Incompatibility(
         Feature.REPLAN,
-        Feature.SEVERAL_PROCESSES,
+        Feature.DDP,
         "one process cannot replan while the others wait for it: leave out replan=True",
     ),
     Incompatibility(

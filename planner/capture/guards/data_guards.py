@@ -94,6 +94,10 @@ class DataGuards:
         for guard in self.checks:
             guard.check(values)
 
+    def describe(self) -> tuple[str, ...]:
+        """Return for each condition the line that needs it and the outcome that was planned for."""
+        return tuple(f"{format_location(check.line)} gives {_show(check.planned, check.planned_of)}" for check in self.checks)
+
     def confirm(self, step: nn.Module, batch: Batch) -> "DataGuards":
         """Return the guards with their planned outcomes, if they hold on the batch that the step was captured on.
 

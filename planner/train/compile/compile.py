@@ -89,7 +89,7 @@ def compile(  # noqa: A001
         cache: folder for plans. A plan for the same graph, budget, device, options and versions is loaded from there, and
             nothing is measured or solved.
         dynamic: True if batches of other sizes follow. The step is then a ``DynamicStep``, which plans each size. Otherwise only
-            batches that are smaller in their first dimension get plans of their own, on one process and without CUDA graphs.
+            batches that are smaller in their first dimension get plans of their own, not under DDP or with CUDA graphs.
         max_plans: the number of plans that are kept for other sizes, or with `replan`. The least recently used one is dropped
             first.
         cuda_graph: replay the step as CUDA graphs. The memory that they hold is counted; random ops are not recomputed.
@@ -97,7 +97,7 @@ def compile(  # noqa: A001
             It is at most the budget, and on a CPU needs a C++ compiler. None: on CUDA, where the plan would otherwise reserve
             more than its budget; on a CPU, on one process, if twice the memory of keeping everything does not fit.
         replan: plan again, with a warning, when the model, the loss function or a value that they read has changed. None: only
-            where numbers or flags have changed, on one process and without CUDA graphs; other changes raise MismatchError.
+            where numbers or flags have changed, not under DDP or with CUDA graphs; other changes raise MismatchError.
             False: any change does. In each case a plan is kept where only arguments of ops differ.
         compare_eager: compare the step with plain eager PyTorch, or with FSDP2's, if that fits, and warn where results differ
             (``EagerWarning``). This takes as long as a few steps.

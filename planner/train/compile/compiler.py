@@ -336,7 +336,8 @@ class Compiler:
     def _follow(self, what: str, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
         """Return a step for numbers that have changed: `what` says which."""
         began, name = time.perf_counter(), re.split(" (?:was|is) ", what)[0]
-        step = self._build_with_numbers(batch, steps)
+        with self.wrapper.open():
+            step = self._build_with_numbers(batch, steps)
         if name not in self.named:
             self.named.add(name)
             again = "captured again: " if any(step.plan is other.plan for other in steps) else "planned again: "
@@ -349,10 +350,10 @@ class Compiler:
             warn_caller(f"{again}{what} (said once; {later})")
         return step
 
-    def _capture_with_inputs(self, batch: Batch, step: PlannedStep) -> Capture:
+    def _capture_with_inputs(self, step: PlannedStep, batch: Batch) -> Capture:
         """Return the step on `batch` with the numbers as inputs that have changed since `step`, and before."""
         assert step._executor is not None
-        self.numbers.update(step._executor.find_changed_numbers(batch))
+        self.numbers.update(*self.wrapper.together.gather(step._executor.find_changed_numbers(batch)))
         names = frozenset(self.numbers - self.constants)
         if names:
             try:
@@ -364,7 +365,8 @@ class Compiler:
     def _build_with_numbers(self, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
         """Return the step on `batch` with the present numbers, by the plan of one of `steps` if the graph is the same."""
         quiet = replace(self, stages=Stages())
-        captured = quiet._capture_with_inputs(batch, steps[0]) if self.settings.reads_numbers else quiet.capture(batch)
+        capture = partial(quiet._capture_with_inputs, steps[0]) if self.settings.reads_numbers else quiet.capture
+        captured = self.wrapper.capture_on_all(partial(capture, batch))
         for step in steps:
             try:
                 same = self.adapt_capture(step.plan, captured, batch)

@@ -15,7 +15,7 @@ from graphs.errors import BudgetError, LimitError, PlannerError, refuse_unknown_
 from graphs.optimizers import MeasuredOptimizer
 from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes
-from planner.capture.signature import Batch, list_leaves
+from planner.capture.signature import Batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.measure.optimizers import find_memory
 from planner.progress import OnProgress
@@ -25,7 +25,7 @@ from planner.torch_private.core import pytree
 from planner.train.compile.auto_budget import resolve_auto
 from planner.train.compile.compile import compile  # noqa: A004
 from planner.train.compile.lru import LRUCache
-from planner.train.compile.sizes import Shapes, list_shapes
+from planner.train.compile.sizes import Shapes, check_same_sizes, format_shapes, list_shapes
 from planner.train.compile.step import PlannedStep
 from planner.train.distributed.wrappers import Unwrapped
 
@@ -74,7 +74,7 @@ class BatchPlans:
     def follow_numbers(self) -> bool:
         """True if a step follows the numbers in its batch when they change."""
         excluded = self._options.get("cuda_graph", False) or self._options.get("replan") is False
-        return type(self._wrapper) is Unwrapped and not excluded
+        return self._wrapper.can_replan and not excluded
 
     def step(
         self,
@@ -96,7 +96,7 @@ class BatchPlans:
             PlannerError: its memory cannot be measured, or the processes' batches differ; or as in ``planner.compile``.
         """
         key = self._build_key(batch)
-        self._check_same(key, batch)
+        check_same_sizes(self._wrapper.ranks, batch, key)
         key = self._find_larger(key)
         step = self.steps.use(
             key, lambda: self._make_step(key, loss_fn, batch, optimizer, accumulate=accumulate, on_progress=on_progress)
@@ -125,16 +125,6 @@ class BatchPlans:
         larger = (other for other, step in steps.items() if other[0] == key[0] and step.takes(key[1], other[1]))
         return key if key in steps else next(larger, key)
 
-    def _check_same(self, key: Key, batch: Batch) -> None:
-        """Raise if the processes have different batches: a process that plans alone would wait for the others forever."""
-        ranks = self._wrapper.ranks
-        if not ranks.is_same(key):
-            found = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(ranks.gather(_format_shapes(batch))))
-            raise PlannerError(
-                f"the batches of the processes differ ({found}), but one plan is for all of them: pad to one length, and drop "
-                "the last batch"
-            )
-
     def _make_step(
         self,
         key: Key,
@@ -147,7 +137,7 @@ class BatchPlans:
     ) -> PlannedStep:
         if self._main is not None and self._options.get("cuda_graph", False):
             raise PlannerError(
-                f"a batch of {_format_shapes(batch)} needs a plan of its own, and CUDA graphs hold the memory of the first: pad "
+                f"a batch of {format_shapes(batch)} needs a plan of its own, and CUDA graphs hold the memory of the first: pad "
                 "batches to one size and drop the last, or leave out cuda_graph=True"
             )
         options = {"accumulate": accumulate, "optimizer": optimizer, **self._options}
@@ -165,7 +155,7 @@ class BatchPlans:
         """Return a step for another size than the first, solved for a shorter time."""
         self._side_sizes += 1
         if self._side_sizes == _MANY_SIZES:
-            dynamic = ", or plan with dynamic=True" if type(self._wrapper) is Unwrapped else ""
+            dynamic = ", or plan with dynamic=True" if self._wrapper.can_replan else ""
             warn_caller(
                 f"batches have come in {_MANY_SIZES + 1} sizes so far, and each takes seconds to plan: pad them to few lengths "
                 f"(pad_to_multiple_of=64, say){dynamic}",
@@ -180,7 +170,7 @@ class BatchPlans:
             except LimitError:
                 return make(**{**side, "time_limit_s": limit_s})
         except (BudgetError, LimitError) as error:
-            raise type(error)(f"for a batch of {_format_shapes(batch)}{self._share()}: {error}") from error
+            raise type(error)(f"for a batch of {format_shapes(batch)}{self._share()}: {error}") from error
 
     def _share(self) -> str:
         """Return the part of a message on a budget that is a share."""
@@ -196,7 +186,3 @@ def check_options(options: Mapping[str, Any]) -> None:
         PlannerError: an argument is unknown.
     """
     refuse_unknown_options(options, _OPTIONS, "planner.compile")
-
-
-def _format_shapes(batch: Batch) -> str:
-    return ", ".join(str(list(leaf.shape)) for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor))

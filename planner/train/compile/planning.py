@@ -61,6 +61,7 @@ class Planning:
         shared = not self.wrapper.ranks.is_alone
         around = {
             Feature.SEVERAL_PROCESSES: shared,
+            Feature.DDP: not self.wrapper.can_replan,
             Feature.ON_CPU: any(parameter.device.type != "cuda" for parameter in self.wrapper.module.parameters()),
             Feature.SHARED_GPU: shared and any(parameter.device.type == "cuda" for parameter in self.wrapper.module.parameters()),
         }
@@ -145,7 +146,7 @@ def _plan_size(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
         compiler = replace(compiler, stages=stages)
         plans = wrapper.ranks.run_each(lambda: None if cache is None else PlanCache(cache))
         with wrapper.open():
-            captured = wrapper.ranks.run_each(lambda: compiler.capture(batch))
+            captured = wrapper.capture_on_all(partial(compiler.capture, batch))
             compiler = compiler.choose_arena(captured.graph, budget)
             find_or_make = partial(_find_or_make, compiler, plans, captured, batch, budget)
             if not wrapper.together.is_alone:

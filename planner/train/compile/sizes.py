@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphs.errors import InfeasibleError, LimitError
+from graphs.errors import InfeasibleError, LimitError, PlannerError
 from planner.capture.signature import Batch, detach_batch, has_fewer_rows, list_leaves
 from planner.settings.budget import Budget
 from planner.train.compile.lru import LRUCache
+from planner.train.distributed.ranks import SingleProcess
 from planner.train.distributed.wrappers import Unwrapped
 
 if TYPE_CHECKING:
@@ -58,9 +59,12 @@ class SizePlans:
         return self._times[list_shapes(batch)]
 
     def fits_eager(self, batch: Batch, check: Callable[[], bool]) -> bool:
-        """Return True if there is no plan for `batch`, and eager PyTorch takes it within the budget, as `check` finds once."""
+        """Return True if there is no plan for `batch`, and eager PyTorch takes it within the budget, as `check` finds once.
+
+        Under ``fully_shard`` that is not known: eager PyTorch gathers units as its hooks say.
+        """
         shapes = list_shapes(batch)
-        if self._kept.has(self._build_key(batch)):
+        if not self._wrapper.together.is_alone or self._kept.has(self._build_key(batch)):
             return False
         if shapes not in self._fits:
             self._fits[shapes] = check()
@@ -70,9 +74,11 @@ class SizePlans:
         """Return the step for `batch`; plan first if it has new sizes.
 
         Raises:
+            PlannerError: processes that run each step together have batches of different sizes.
             InfeasibleError, LimitError: no schedule is found that fits.
             BudgetError: the measured peak stays above the budget.
         """
+        check_same_sizes(self._wrapper.together, batch)
         return self._kept.use(self._build_key(batch), lambda: self._make_step(detach_batch(batch)))
 
     def _build_key(self, batch: Batch) -> tuple[Hashable, Shapes]:
@@ -82,16 +88,37 @@ class SizePlans:
         try:
             return self._make(batch, self._budget)
         except (InfeasibleError, LimitError) as error:
-            sizes = ", ".join(str(list(leaf.shape)) for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor))
             kept = (
                 ", with whole gradients of several batches in memory (set_requires_gradient_sync)" * self._wrapper.sums_gradients
             )
-            raise type(error)(f"for a batch of {sizes}{kept}: {error}") from error
+            raise type(error)(f"for a batch of {format_shapes(batch)}{kept}: {error}") from error
 
 
 def list_shapes(batch: Batch) -> Shapes:
     """Return the shape of each leaf of `batch`; () for a leaf that is no tensor."""
     return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in list_leaves(batch))
+
+
+def format_shapes(batch: Batch) -> str:
+    """Return the shapes of the tensors of `batch` for messages."""
+    return ", ".join(str(list(leaf.shape)) for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def check_same_sizes(ranks: SingleProcess, batch: Batch, key: Hashable = None) -> None:
+    """Raise if processes have different batches: one that plans alone would wait for the others forever.
+
+    Args:
+        key: what else must be the same.
+
+    Raises:
+        PlannerError: the sizes, or what else must be the same, differ.
+    """
+    if not ranks.is_same((key, list_shapes(batch))):
+        found = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(ranks.gather(format_shapes(batch))))
+        raise PlannerError(
+            f"the batches of the processes differ ({found}), but one plan is for all of them: pad to one length, and drop the "
+            "last batch"
+        )
 
 
 def is_smaller(shapes: Shapes, planned: Shapes) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from graphs.errors import PlannerError, first_line, typed_line
+from graphs.errors import MismatchError, PlannerError, first_line, typed_line
 from planner.runtime.code import Backward, Forward, Returned
 from planner.torch_private.distributed import get_default_store
 
@@ -57,11 +57,16 @@ def _find_neighbours() -> dict[int, Path]:
 
 @contextmanager
 def tell_failures() -> Iterator[None]:
-    """Tell the other processes of an exception inside the context, and ask for theirs while this one waits for them."""
+    """Tell the other processes of an exception inside the context, and ask for theirs while this one waits for them.
+
+    They have agreed on a MismatchError before a step issues a collective (``Sharding.agree``), and while they plan.
+    """
     global _telling
     _telling += 1
     try:
         yield
+    except MismatchError:
+        raise
     except BaseException as error:
         with suppress(Exception):  # the store ends with the process that began it
             if not (store := get_default_store()).check([_key]):  # else this failure follows from the one told

@@ -61,6 +61,8 @@ class Ranks(SingleProcess):
         self._group = group
         self._rank = dist.get_rank(group)
         self.is_first = self._rank == 0
+        # One for all calls: gloo's threads hold it for a while after a collective, and a step would begin with more memory.
+        self._extremes = torch.empty(2, dtype=torch.int64, device=collective_device(group))
 
     def run_each(self, make: Callable[[], T]) -> T:
         """Return the result of `make`, executed on each rank.
@@ -91,7 +93,7 @@ class Ranks(SingleProcess):
         Called before every step, so it is one collective on two numbers: the greatest digest must be the least one too.
         """
         digest = int.from_bytes(blake2b(repr(value).encode(), digest_size=7).digest())
-        extremes = torch.tensor([digest, -digest], device=collective_device(self._group))
+        extremes = self._extremes.copy_(torch.tensor([digest, -digest]))
         work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group, async_op=True)
         if work is not None and extremes.device.type == "cpu":
             wait_for_others(work)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from graphs.errors import PlannerError, TraceError
+from graphs.errors import MismatchError, NumberMismatchError, PlannerError, TraceError
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.sharding import Unsharded
 from planner.torch_private.core import FakeTensorMode, get_local_tensor, pytree
@@ -32,6 +32,9 @@ from planner.torch_private.fsdp import (
     set_gradient_sum,
 )
 from planner.train.distributed.collectives import Addition, Gather, Packed, Reduction
+from planner.train.distributed.ranks import SingleProcess
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +301,8 @@ class Sharding(Unsharded):
     Guards of a capture look at these objects, so they are the same each time.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[ShardedUnit]) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[ShardedUnit], ranks: SingleProcess) -> None:
+        self._ranks = ranks
         packed = [(unit.name, unit.world, [p.packed for p in unit.parameters]) for unit in units]
         self.description = blake2b(repr(packed).encode(), digest_size=16).hexdigest()
         mode, whole = FakeTensorMode(allow_non_fake_inputs=True), dict[int, nn.Parameter]()
@@ -340,6 +344,29 @@ class Sharding(Unsharded):
                 hooks.update(before)
             for (parameters, name, _), parameter in zip(self._places, sharded, strict=True):
                 parameters[name] = parameter
+
+    def agree(self, check: Callable[[], T]) -> T:
+        """Return the result of `check` if it passes on all processes, before a step issues a collective.
+
+        Raises:
+            MismatchError: it has refused the batch on one of them; a NumberMismatchError or a SmallerBatchError if all that have
+                refused it follow the change, and then together.
+        """
+        error: MismatchError | None = None
+        try:
+            found = check()
+        except MismatchError as mismatch:
+            error = mismatch
+        if self._ranks.is_same(type(error)):
+            if error is not None:
+                raise error
+            return found
+        told = self._ranks.gather(None if error is None else (type(error), error.what))
+        refused_by = {rank: said for rank, said in enumerate(told) if said is not None}
+        followed = all(kind is NumberMismatchError for kind, _ in refused_by.values())
+        rank, (_, what) = next(iter(refused_by.items()))
+        advice = ": processes run each step together, so give all of them batches like the one that was planned for"
+        raise (NumberMismatchError if followed else MismatchError)(f"rank {rank}: {what}", advice)
 
     def unwrap(self, static: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return `static` with local tensors in place of DTensors, and the sharding of each; None for other tensors."""

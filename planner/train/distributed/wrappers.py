@@ -7,7 +7,7 @@ Known weaknesses: the planned step is one node of autograd, so DDP gets all grad
 backward pass; and FSDP2's collectives overlap with the computation only with the option ``overlap``.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,15 @@ class Unwrapped:
         self.together = ALONE
         self.sharding = Unsharded()
         self._channels: HostChannels | None = None
+
+    @property
+    def can_replan(self) -> bool:
+        """True if it may be planned again between steps: its processes agree before each step, or there is one."""
+        return self.together is self.ranks
+
+    def capture_on_all(self, capture: Callable[[], Capture]) -> Capture:
+        """Return the result of `capture` on this process; raise on all if it fails on one."""
+        return self.ranks.run_each(capture)
 
     @property
     def mode(self) -> Hashable:
@@ -167,7 +176,7 @@ class Sharded(Unwrapped):
         super().__init__(model, Ranks(get_process_group(mesh)))
         self.together = self.ranks
         self._units = list_units(model)
-        self.sharding = Sharding(model, self._units)
+        self.sharding = Sharding(model, self._units, self.ranks)
         self._costs: dict[object, CollectiveCost] = {}
 
     @property
@@ -191,14 +200,24 @@ class Sharded(Unwrapped):
     def capture(
         self, loss_fn: LossFn | None, batch: Batch, settings: PlanSettings, variant: "CompileVariant | None" = None
     ) -> Capture:
-        """Return the captured step on whole parameters. Nothing is gathered."""
+        """Return the captured step on whole parameters. Nothing is gathered.
+
+        Libraries look at no mask of the batch: those of the processes differ, and all run the same collectives.
+        """
         with self.sharding.enter_captured_state():
-            captured = super().capture(loss_fn, batch, settings, variant)
-        if captured.conditions is not None:
-            raise TraceError(
-                "the step has branches on its data, which processes may take differently: under fully_shard all run the same "
-                "collectives; compute both branches (torch.where)"
-            )
+            return super().capture(loss_fn, batch, replace(settings, replan=False), variant)
+
+    def capture_on_all(self, capture: Callable[[], Capture]) -> Capture:
+        """Return the result of `capture`, which is the same step on all processes: they run the same collectives.
+
+        Raises:
+            TraceError: the steps differ; names the branch that processes take differently, if there is one.
+        """
+        captured = super().capture_on_all(capture)
+        read = [(source.kind, source.name) for source in captured.program.sources]
+        if not self.ranks.is_same((captured.graph.fingerprint, read)):
+            taken = () if captured.conditions is None else captured.conditions.describe()
+            raise TraceError(_describe_difference(self.ranks.gather(taken)))
         return captured
 
     def add_units(self, captured: Capture, settings: PlanSettings) -> Capture:
@@ -267,6 +286,19 @@ def unwrap(model: nn.Module | Unwrapped) -> Unwrapped:
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise TraceError("the parameters of the model are DTensors: plan the model before, or shard it with fully_shard")
     return Unwrapped(model, ALONE)
+
+
+def _describe_difference(conditions: Sequence[Sequence[str]]) -> str:
+    """Return the message that processes have captured different steps, from what branches on data gave on each."""
+    same = "under fully_shard all processes run the same collectives"
+    for given in zip(*conditions, strict=False):
+        if len(set(given)) > 1:
+            found = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(given))
+            return (
+                f"a branch on data is taken differently by the processes ({found}), and {same}: compute both sides and choose "
+                "with torch.where, or branch on a number that all processes have"
+            )
+    return f"the steps of the processes differ, and {same}: give all of them the same model and batches of the same sizes"
 
 
 class _Proxy(nn.Module):

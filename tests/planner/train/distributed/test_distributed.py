@@ -229,8 +229,6 @@ def check_fsdp2(rank: int) -> None:
     assert all(isinstance(p, DTensor) and p.grad is None for p in planned.parameters())
     assert_one_plan(step)
     assert len(step.plan.schedule.computed) > step.plan.graph.ops
-    with pytest.raises(MismatchError, match=r"DataLoader\(\.\.\., drop_last=True\)"):
-        step(*batch_of(rank, size=3))
     assert_trains_as(eager, planned, step, batch)
     assert all(isinstance(p, DTensor) for p in planned.parameters())
     with torch.no_grad():  # the model itself, by its own hooks

@@ -435,11 +435,11 @@ def _build_guards(
     later: LaterValues,
     aliased: Collection[str],
 ) -> PythonGuards | None:
-    """Return the guards of the capture; None if it is on fake tensors and never executed."""
+    """Return the guards of the capture; None if it is on a fake batch and never executed. Sharded parameters are fake too."""
     args, kwargs = split_arguments(batch)
     local = {"self": step, "args": args, "kwargs": kwargs}
     scope = output.graph_capture_output.f_globals
-    if any(isinstance(value, FakeTensor) for value in (*step.parameters(), *step.buffers(), *list_leaves(batch))):
+    if any(isinstance(value, FakeTensor) for value in (*step.buffers(), *list_leaves(batch))):
         return None
     try:
         guards = build_guards(output, frames, step, batch, constants, later.calls, aliased)

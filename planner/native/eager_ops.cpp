@@ -1,8 +1,6 @@
 // Receives the ops of a thread, and of the backward passes that begin there, below autograd, without calls into Python.
 //
-// While a receiver is entered, each op comes to `fallback`, which lets op_records.cpp execute and record it. What that cannot do goes
-// to the recorder of planner.train.eager.recording, which is a dispatch mode: operators that resize tensors, or that take or return
-// other objects than tensors, numbers and lists of them, and ops that failed.
+// While a receiver is entered, each op comes to `fallback`, which lets op_records.cpp execute and record it.
 //
 // Autograd may run a thread for a CUDA device beside the one for the CPU, with the same receiver.
 
@@ -39,8 +37,6 @@ using torch::jit::Stack;
 // Below autograd, autocast and all Python modes; PyTorch uses this key for modes that are written in C++.
 constexpr auto kKey = c10::DispatchKey::Fake;
 const auto kKind = c10::DebugInfoKind::TEST_INFO_2; // autograd's threads inherit this slot; PyTorch itself does not use it
-
-thread_local std::exception_ptr error_of_op; // which `raise_error` raises
 
 template <typename Visit>
 void each_tensor(const IValue& value, Visit visit) {
@@ -115,6 +111,13 @@ bool add_to_key(Key& key, const IValue& value) {
     key.push_back(8);
     key.push_back(static_cast<int64_t>(text.size()));
     key.insert(key.end(), text.begin(), text.end());
+  } else if (value.isComplexDouble()) {
+    key.push_back(11);
+    key.push_back(c10::bit_cast<int64_t>(value.toComplexDouble().real()));
+    key.push_back(c10::bit_cast<int64_t>(value.toComplexDouble().imag()));
+  } else if (value.isGenerator()) {
+    key.push_back(12);
+    key.push_back(reinterpret_cast<int64_t>(value.toGenerator().unsafeGetGeneratorImpl()));
   } else if (value.isDevice()) {
     key.push_back(9);
     key.push_back(static_cast<int64_t>(value.toDevice().type()));
@@ -167,8 +170,19 @@ void leave_alone(const c10::OperatorName& name) {
 class Receiver : public c10::DebugInfoBase {
  public:
   explicit Receiver(void (*describe)(const char*, const char*, int64_t*)) : describe_(describe) {}
+  Receiver(const Receiver&) = delete;
+  Receiver& operator=(const Receiver&) = delete;
 
-  std::shared_ptr<OpRecords> records; // guarded by Python's global interpreter lock; null when the block has ended
+  ~Receiver() override {
+    auto* dropped = new auto(std::move(records)); // leaked if Python has ended
+    if (Py_IsInitialized() != 0) {
+      const auto state = PyGILState_Ensure();
+      delete dropped;
+      PyGILState_Release(state);
+    }
+  }
+
+  std::shared_ptr<OpRecords> records;
   bool left = false;
 
   const OperatorFacts& facts_of(const c10::OperatorHandle& handle) {
@@ -177,30 +191,20 @@ class Receiver : public c10::DebugInfoBase {
     if (!facts) {
       facts = std::make_unique<OperatorFacts>();
       const auto& name = handle.operator_name();
-      describe_(name.name.c_str(), name.overload_name.c_str(), &facts->way);
-      if (facts->way == OperatorFacts::kView) {
+      describe_(name.name.c_str(), name.overload_name.c_str(), &facts->passes);
+      if (facts->passes != 0) {
         leave_alone(name);
       }
     }
     return *facts;
   }
 
-  // Lets the recorder execute an op.
-  void by_recorder(const c10::OperatorHandle& handle, Stack* stack) {
-    c10::impl::TorchDispatchModeTLS::push_non_infra_mode_onto_stack(recorder_);
-    const auto at_the_end = c10::make_scope_exit([] { c10::impl::TorchDispatchModeTLS::pop_stack(); });
-    recorder_->pyinterpreter()->dispatch(handle, stack);
-  }
-
-  // Executes an op and records it; returns false if the recorder has to do so.
-  bool record(const c10::OperatorHandle& handle, const OperatorFacts& facts, c10::DispatchKeySet below, Stack* stack) {
-    if (records == nullptr || facts.way != OperatorFacts::kRecorded) {
-      return false;
-    }
+  // Executes an op and records it.
+  void record(const c10::OperatorHandle& handle, const OperatorFacts& facts, c10::DispatchKeySet below, Stack* stack) {
     const auto begin = stack->size() - handle.schema().arguments().size();
     const c10::SmallVector<IValue, 12> arguments(stack->begin() + static_cast<int64_t>(begin), stack->end());
     c10::SmallVector<at::Tensor, 4> inputs, written;
-    bool plain = true;
+    bool usual = facts.rebinds == 0;
     const auto settings = present_settings();
     Key key;
     key.reserve(128);
@@ -211,52 +215,39 @@ class Receiver : public c10::DebugInfoBase {
     for (size_t i = 0; i < arguments.size(); ++i) {
       const bool is_written = facts.is_written(i, updates_statistics);
       each_tensor(arguments[i], [&](const at::Tensor& tensor) {
-        plain = plain && is_plain(tensor);
+        if (!is_plain(tensor)) {
+          usual = false;
+          return;
+        }
         if (is_written) {
           written.push_back(tensor);
+          if (facts.resizes_out != 0) {
+            key.push_back(static_cast<int64_t>(tensor.storage().nbytes()));
+          }
         }
         if (!is_written || !updates_statistics) {
           inputs.push_back(tensor);
         }
       });
-      plain = plain && add_to_key(key, arguments[i]);
+      usual = usual && add_to_key(key, arguments[i]);
     }
-    if (!plain) {
-      return false;
-    }
-    const auto run = [&] {
+    const auto run = [&]() -> std::exception_ptr {
       try {
         handle.redispatchBoxed(below, stack);
-        return true;
+        return nullptr;
       } catch (...) {
-        error_of_op = std::current_exception();
         stack->resize(begin);
         stack->insert(stack->end(), arguments.begin(), arguments.end());
-        return false;
+        return std::current_exception();
       }
     };
     const auto outputs = [&] { return c10::ArrayRef<IValue>(*stack).slice(begin); };
-    const auto recorded = records->record({handle, facts, key, arguments, inputs, written, updates_statistics,
-                                           is_sized_by_data(arguments, facts), run, outputs});
-    if (recorded == Recorded::kFailed) {
-      std::rethrow_exception(std::exchange(error_of_op, nullptr));
-    }
-    return recorded == Recorded::kDone;
-  }
-
-  // Removes the recorder from the stack of modes.
-  void enter() {
-    recorder_ = c10::impl::TorchDispatchModeTLS::pop_stack();
-  }
-
-  void leave() {
-    left = true;
-    c10::impl::TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(recorder_));
+    records->record({handle, facts, key, arguments, inputs, written, updates_statistics, is_sized_by_data(arguments, facts), !usual, run,
+                     outputs});
   }
 
  private:
   void (*const describe_)(const char*, const char*, int64_t*);
-  std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> recorder_;
   std::recursive_mutex mutex_; // of the operators
   std::unordered_map<c10::OperatorHandle, std::unique_ptr<OperatorFacts>> operators_;
 };
@@ -272,14 +263,12 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack
     return;
   }
   const auto& facts = receiver->facts_of(handle);
-  if (facts.way == OperatorFacts::kView) {
+  if (facts.passes != 0) {
     handle.redispatchBoxed(below, stack);
     return;
   }
   const c10::impl::ExcludeDispatchKeyGuard not_again(kKey);
-  if (!receiver->record(handle, facts, below, stack)) {
-    receiver->by_recorder(handle, stack);
-  }
+  receiver->record(handle, facts, below, stack);
 }
 
 using Shared = std::shared_ptr<Receiver>;
@@ -288,79 +277,47 @@ Shared& of(int64_t receiver) {
   return *reinterpret_cast<Shared*>(receiver);
 }
 
-// The hooks on saved tensors, and the Python functions that do what the records cannot.
-struct Hooks {
-  Shared receiver;
-  PyObject* pack;
-  PyObject* unpack;
-};
-
-Hooks& hooks_of(PyObject* capsule) {
-  return *static_cast<Hooks*>(PyCapsule_GetPointer(capsule, nullptr));
-}
-
-void drop_hooks(PyObject* capsule) {
-  auto* hooks = &hooks_of(capsule);
-  Py_DECREF(hooks->pack);
-  Py_DECREF(hooks->unpack);
-  delete hooks;
+Shared& receiver_in(PyObject* capsule) {
+  return *static_cast<Shared*>(PyCapsule_GetPointer(capsule, nullptr));
 }
 
 PyObject* pack(PyObject* self, PyObject* tensor) {
   HANDLE_TH_ERRORS
-  auto& hooks = hooks_of(self);
-  const auto records = hooks.receiver->records;
-  PyObject* packed = records ? records->pack(tensor) : nullptr;
-  return packed != nullptr ? packed : PyObject_CallOneArg(hooks.pack, tensor);
+  const auto& records = receiver_in(self)->records;
+  return records->pack(tensor, records);
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* unpack(PyObject* self, PyObject* saved) {
+PyObject* unpack(PyObject*, PyObject* packed) {
   HANDLE_TH_ERRORS
-  auto& hooks = hooks_of(self);
-  const auto records = hooks.receiver->records;
-  PyObject* unpacked = records ? records->unpack(saved) : nullptr;
-  return unpacked != nullptr ? unpacked : PyObject_CallOneArg(hooks.unpack, saved);
+  auto* saved = find_saved_tensor(packed);
+  return saved == nullptr ? Py_NewRef(packed) : saved->records->unpack(*saved);
   END_HANDLE_TH_ERRORS
 }
 
-std::shared_ptr<OpRecords> records_of(PyObject* capsule) {
-  return (*static_cast<Shared*>(PyCapsule_GetPointer(capsule, nullptr)))->records;
-}
+using Observed = std::weak_ptr<OpRecords>;
 
-// Forgets a tensor that autograd drops; returns False if Python has to do it.
-PyObject* release(PyObject* self, PyObject* saved) {
-  HANDLE_TH_ERRORS
-  const auto records = records_of(self);
-  if (records) {
-    records->release(saved);
-  }
-  return PyBool_FromLong(records != nullptr);
-  END_HANDLE_TH_ERRORS
-}
-
-// Enters ops into the ledger; returns False if Python has to do it.
 PyObject* enter_ops(PyObject* self, PyObject* pending) {
   HANDLE_TH_ERRORS
-  const auto records = records_of(self);
-  return PyBool_FromLong(records && records->enter_ops(pending));
+  static_cast<Observed*>(PyCapsule_GetPointer(self, nullptr))->lock()->enter_ops(pending);
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
+}
+
+template <typename Held>
+PyObject* new_capsule(const Held& held) {
+  return PyCapsule_New(new Held(held), nullptr, [](PyObject* dropped) {
+    delete static_cast<Held*>(PyCapsule_GetPointer(dropped, nullptr));
+  });
 }
 
 } // namespace
 
 extern "C" {
 
-// Registers the fallback, and an operator, which raises the error of the last op of the thread, if it failed. Returns false if
-// PyTorch refuses a registration.
+// Registers the fallback. Returns false if PyTorch refuses to.
 bool eager_install() {
   try {
-    static torch::Library operators(torch::Library::DEF, "planner_eager", std::nullopt, __FILE__, __LINE__);
-    operators.def("raise_error() -> ()", []() {
-      if (error_of_op) {
-        std::rethrow_exception(std::exchange(error_of_op, nullptr));
-      }
-    });
     static torch::Library all(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
     all.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
   } catch (const c10::Error&) {
@@ -377,15 +334,13 @@ void eager_drop(int64_t receiver) {
   delete &of(receiver);
 }
 
-// Takes the place of the recorder, which must be the last mode that was entered.
 void eager_enter(int64_t receiver) {
-  of(receiver)->enter();
   c10::ThreadLocalDebugInfo::_push(kKind, of(receiver));
   c10::impl::tls_set_dispatch_key_included(kKey, true);
 }
 
 void eager_leave(int64_t receiver) {
-  of(receiver)->leave();
+  of(receiver)->left = true;
   c10::impl::tls_set_dispatch_key_included(kKey, false);
   try {
     c10::ThreadLocalDebugInfo::_pop(kKind);
@@ -395,36 +350,23 @@ void eager_leave(int64_t receiver) {
 
 // The following functions need Python's global interpreter lock.
 
-// Returns the hooks that pack and unpack saved tensors, `release` and `enter_ops`; null, with Python's error set, on failure.
-PyObject* eager_hooks(int64_t receiver, PyObject* pack_first, PyObject* unpack_other) {
+// Makes the records, with the objects that op_records.cpp names, and returns the hooks that pack and unpack saved tensors, and
+// `Memory.enter_ops`; null, with Python's error set, on failure.
+PyObject* eager_record_with(int64_t receiver, PyObject* parts) {
   static PyMethodDef methods[] = {
-      {"pack", &pack, METH_O, nullptr}, {"unpack", &unpack, METH_O, nullptr}, {"release", &release, METH_O, nullptr},
-      {"enter_ops", &enter_ops, METH_O, nullptr}};
-  auto* hooks = new Hooks{of(receiver), Py_NewRef(pack_first), Py_NewRef(unpack_other)};
-  PyObject* capsule = PyCapsule_New(hooks, nullptr, &drop_hooks);
-  if (capsule == nullptr) {
-    return nullptr;
-  }
-  // The recorder has the last two, so that they must not lead back to Python.
-  PyObject* only_receiver = PyCapsule_New(new Shared(of(receiver)), nullptr, [](PyObject* dropped) {
-    delete static_cast<Shared*>(PyCapsule_GetPointer(dropped, nullptr));
-  });
-  PyObject* found = Py_BuildValue("NNNN", PyCFunction_New(&methods[0], capsule), PyCFunction_New(&methods[1], capsule),
-                                  PyCFunction_New(&methods[2], only_receiver), PyCFunction_New(&methods[3], only_receiver));
-  Py_DECREF(capsule);
-  Py_DECREF(only_receiver);
-  return found;
-}
-
-// Lets ops be recorded without Python's dispatch; not any more if there are no `parts`. Returns false, with Python's error set, on
-// failure.
-bool eager_record_with(int64_t receiver, PyObject* parts) {
+      {"pack", &pack, METH_O, nullptr}, {"unpack", &unpack, METH_O, nullptr}, {"enter_ops", &enter_ops, METH_O, nullptr}};
   try {
-    of(receiver)->records = parts == Py_None ? nullptr : new_op_records(parts);
+    of(receiver)->records = new_op_records(parts);
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
-    return false;
+    return nullptr;
   }
-  return true;
+  PyObject* held = new_capsule(of(receiver));
+  PyObject* observed = new_capsule(Observed(of(receiver)->records)); // the records hold the memory
+  PyObject* found = Py_BuildValue("NNN", PyCFunction_New(&methods[0], held), PyCFunction_New(&methods[1], held),
+                                  PyCFunction_New(&methods[2], observed));
+  Py_DECREF(held);
+  Py_DECREF(observed);
+  return found;
 }
 }

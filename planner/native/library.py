@@ -1,9 +1,9 @@
 """The C++ library: compiled once on a machine, for each release of PyTorch and Python, and kept on disk.
 
 It has the passes of planned steps, the ops, the records and the ledger of the eager runtime, and the CPU allocator of arenas.
-It is compiled by a process of its own with low priority. Passes and the eager runtime run in Python until it is there; only an
-arena waits for it. A process that shares its memory limit with the compiler must not die for it: the system is told to end the
-compiler first.
+It is compiled by a process of its own with low priority. Passes run in Python until it is there; arenas and the eager runtime
+wait for it. A process that shares its memory limit with the compiler must not die for it: the system is told to end the compiler
+first.
 
 Inductor's code cache was used before. It compiles one file each, for the present machine only, which is wrong in a home folder
 that machines share, and takes two seconds to import.
@@ -121,7 +121,6 @@ class _Loader:
     def _fail(self, problem: str) -> None:
         self.problem = problem
         _LOGGER.info("planned steps run their passes in Python, because the C++ library cannot be compiled: %s", problem)
-        _LOGGER.info("planner.rematerialize records all ops in Python for the same reason")
 
 
 _LOADER = _Loader()
@@ -157,10 +156,8 @@ def describe_library() -> str:
     if path.exists():
         return f"compiled, {path}"
     if shutil.which(_COMPILER) is None:
-        return (
-            f"there is no C++ compiler, {_COMPILER}: planned steps and planner.rematerialize run in Python, arena=True is refused"
-        )
-    return "not compiled yet: the first plan or planner.rematerialize does so in the background"
+        return f"there is no C++ compiler, {_COMPILER}: plans run in Python, arena=True and planner.rematerialize are refused"
+    return "not compiled yet: the first plan does so in the background, planner.rematerialize and arena=True wait for it"
 
 
 def library_path() -> Path:

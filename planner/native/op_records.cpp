@@ -1,11 +1,15 @@
-// Executes and records ops without Python's dispatch, as `Recorder.run` of planner.train.eager.recording does, which says what a
-// record is.
+// Executes and records the ops of the eager runtime.
 //
 // For each signature there is a pattern: the record of such an op without its storages, which Python makes when the first comes.
-// The record of an op (recorded_op.h) refers to the pattern, and has its own storages. What happens around an op is done here too: storages that
-// were freed, the log of the step, saved tensors that are packed, unpacked and dropped, ops that enter the ledger. Everything else is
-// the recorder's: writes to contents that must be copied first, room for an op, tensors that it has not seen, recomputation,
-// errors. So there is one kind of records, and without this file nothing but time is different.
+// The record of an op (recorded_op.h) refers to the pattern, and has its own storages. What happens around an op is done here too:
+// storages that were freed, the log of the step, saved tensors that are packed, unpacked and dropped, ops that enter the ledger.
+// Python is asked for the rest: copies of contents before they are overwritten, room for an op, tensors that no op has made,
+// recomputation, and what to do after an error (`Recorder` of planner.train.eager.recording).
+//
+// An op that ends with an error may have written a part of its result, so that storage is kept, as it cannot be recomputed.
+//
+// Known weakness: what watches storages, counts of bytes and the log of the step are Python objects, and evicted tensors are
+// recomputed in Python.
 //
 // Attributes of classes with slots are read and written in place. All others have their names.
 
@@ -16,6 +20,7 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Device.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Size.h>
 #include <torch/csrc/Storage.h>
@@ -139,23 +144,12 @@ class Slot {
   Py_ssize_t offset_;
 };
 
-// The attributes of `RecordedOp` of planner.train.eager.storages that patterns have.
-struct OpClass {
-  explicit OpClass(py::handle type)
-      : function(type, "function"), inputs(type, "inputs"), kwargs(type, "kwargs"), operator_(type, "operator"),
-        recordable(type, "recordable"), seconds(type, "seconds") {}
+// The attributes of planner.train.eager.storages.OpPattern.
+struct PatternClass {
+  explicit PatternClass(py::handle type)
+      : args(type, "args"), function(type, "function"), inputs(type, "inputs"), kwargs(type, "kwargs"), operator_(type, "operator") {}
 
-  Slot function, inputs, kwargs, operator_, recordable, seconds;
-};
-
-// Those of planner.train.eager.saved_tensors.SavedTensor.
-struct SavedClass {
-  explicit SavedClass(py::handle type)
-      : type(borrow(type.ptr())), leaf(type, "_leaf"), number(type, "_number"), recorder(type, "_recorder"), storage(type, "storage"),
-        version(type, "version") {}
-
-  py::object type;
-  Slot leaf, number, recorder, storage, version;
+  Slot args, function, inputs, kwargs, operator_;
 };
 
 // Those of planner.train.eager.sizes.KnownOp.
@@ -175,6 +169,33 @@ struct KeyHash {
 
 constexpr size_t kMostPatterns = 1 << 14;
 
+void drop_saved_tensor(PyObject* self) {
+  auto& saved = *reinterpret_cast<SavedTensor*>(self);
+  if (saved.records) { // else it was not made completely
+    const py::error_scope kept;
+    try {
+      saved.records->release(saved);
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("a saved tensor that autograd drops");
+    }
+  }
+  Py_XDECREF(saved.leaf);
+  Py_XDECREF(saved.storage);
+  Py_XDECREF(saved.number);
+  std::destroy_at(&saved.records);
+  auto* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyTypeObject* saved_tensor_type() {
+  static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&drop_saved_tensor)}, {0, nullptr}};
+  static PyType_Spec spec = {"planner.native.SavedTensor", sizeof(SavedTensor), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  static auto* type = reinterpret_cast<PyTypeObject*>(steal(PyType_FromSpec(&spec)).release().ptr());
+  return type;
+}
+
 class Records final : public OpRecords {
  public:
   explicit Records(const py::tuple& parts)
@@ -182,9 +203,8 @@ class Records final : public OpRecords {
         watch_type_(parts[1]),
         reference_type_(parts[2]),
         logged_type_(parts[3]),
-        op_(parts[4]),
+        pattern_(parts[4]),
         known_(parts[5]),
-        saved_tensor_(parts[6]),
         invisible_(recorder_.attr("memory").attr("_invisible")),
         watch_extra_(watch_type_, "extra_bytes"),
         watch_size_(watch_type_, "size_bytes"),
@@ -203,102 +223,89 @@ class Records final : public OpRecords {
         resident_(memory_.attr("resident")),
         freed_(memory_.attr("freed")),
         note_freed_(freed_.attr("append")),
-        longest_chain_(parts[7].cast<Py_ssize_t>()),
-        lock_of_draws_(parts[8]),
-        get_random_state_(parts[9]),
-        ledger_watch_type_(parts[10]),
+        longest_chain_(parts[6].cast<Py_ssize_t>()),
+        lock_of_draws_(parts[7]),
+        get_random_state_(parts[8]),
+        ledger_watch_type_(parts[9]),
         ledger_watch_id_(ledger_watch_type_, "ledger_id"),
-        few_ops_(parts[11].cast<int64_t>()),
-        measurements_(parts[12].cast<int64_t>()),
-        hole_(parts[13]),
-        new_op_(parts[4]),
+        few_ops_(parts[10].cast<int64_t>()),
+        measurements_(parts[11].cast<int64_t>()),
+        hole_(parts[12]),
+        new_pattern_(parts[4]),
         new_known_(parts[5]),
         budget_device_(reinterpret_cast<THPDevice*>(sizes_.attr("device").ptr())->device),
         times_each_(costs_.attr("times_each").cast<bool>()) {}
 
-  Recorded record(const CalledOp& called) override {
+  void record(const CalledOp& called) override {
     const py::gil_scoped_acquire held;
     acquire.call(lock_);
     const Unlocked at_the_end{*this, lock_};
-    if (PyObject_IsTrue(running.of(recomputation_).ptr()) == 1) {
-      return execute(called) ? Recorded::kDone : Recorded::kFailed;
-    }
     settle_freed();
     const bool is_between = PyDict_GET_SIZE(saved_.ptr()) == 0;
     if (is_between) {
       begin_step();
     }
-    if (called.facts.only_writes != 0 && !called.written.empty()) {
-      if (const auto written = list_pinned(called); written) {
-        return write_pinned(called, written) ? Recorded::kDone : Recorded::kLeft;
-      }
+    const auto written = list_written(called);
+    const auto is_pinned = [](py::handle storage) { return storage_of(storage).pinned; };
+    if (called.facts.only_writes != 0 && std::all_of(written.begin(), written.end(), is_pinned)) {
+      return write_pinned(called, written);
     }
-    return record_as(copy_recorded_op(find_pattern(called)), called, is_between) ? Recorded::kDone : Recorded::kLeft;
+    const auto op = copy_recorded_op(called.unusual ? build_unusual(called) : find_pattern(called));
+    record_as(op, called, written, is_between);
   }
 
-  PyObject* pack(PyObject* tensor) override {
+  PyObject* pack(PyObject* tensor, const std::shared_ptr<OpRecords>& self) override {
     if (!THPVariable_CheckExact(tensor) || THPVariable_Unpack(tensor).layout() != at::kStrided) {
       return Py_NewRef(tensor);
     }
     acquire.call(lock_);
     const Unlocked at_the_end{*this, lock_};
-    return pack_recorded(borrow(tensor)).release().ptr();
+    return pack_recorded(tensor, self).release().ptr();
   }
 
-  PyObject* unpack(PyObject* saved) override {
-    if (reinterpret_cast<PyObject*>(Py_TYPE(saved)) != saved_tensor_.type.ptr()) {
-      return nullptr;
-    }
+  PyObject* unpack(SavedTensor& saved) override {
     acquire.call(lock_);
     const Unlocked at_the_end{*this, lock_};
-    return unpack_resident(borrow(saved)).release().ptr();
+    return unpack_recorded(saved).release().ptr();
   }
 
-  bool enter_ops(PyObject* pending) override {
+  void enter_ops(PyObject* pending) override {
     const auto ledger = ledger_.of(memory_);
-    auto* entered = find_ledger(ledger.ptr());
-    if (entered == nullptr) {
-      return false;
-    }
     const auto heuristic = heuristic_.of(ledger);
     for (auto reference : borrow(pending).cast<py::list>()) {
       const auto op = steal(PyObject_CallNoArgs(reference.ptr()));
-      if (auto* fields = find_op_fields(op); fields != nullptr) {
-        enter_op(*entered, heuristic, *fields);
-      } else if (!op.is_none()) {
-        py::list by_python;
-        by_python.append(reference);
-        enter_by_python.call(memory_, ledger, by_python);
+      if (!op.is_none()) {
+        enter_op(*find_ledger(ledger.ptr()), heuristic, fields_of_op(op));
       }
     }
-    return true;
   }
 
-  // Does what `SavedTensor._drop` does.
-  void release(PyObject* saved) override {
-    const auto storage = borrow(saved_tensor_.storage.in(saved));
+  void release(SavedTensor& saved) override {
+    const auto storage = borrow(saved.storage);
     const auto count = storage_of(storage).saved - 1;
     storage_of(storage).saved = count;
-    remove(aliases_of(storage), saved_tensor_.number.of(saved));
+    remove(aliases_of(storage), saved.number);
     if (const auto evicted = py::handle(storage_of(storage).evicted_aliases); has(evicted)) {
-      remove(evicted, saved_tensor_.number.of(saved));
+      remove(evicted, saved.number);
     }
-    if (count > 0) {
-      return;
+    if (count == 0) {
+      remove(saved_, identity_of(storage));
+      if (storage_of(storage).evicted) {
+        mark_not_evicted.call(memory_, storage);
+      }
+      // The ledger is not updated: the garbage collector may call this while it runs. Its choices are checked instead.
+      Py_CLEAR(storage_of(storage).base);
+      const auto watch = py::handle(storage_of(storage).watch);
+      if (!has(watch) || PyWeakref_GetObject(watch.ptr()) == Py_None) {
+        log_release(storage, true);
+      }
     }
-    remove(saved_, identity_of(storage));
-    if (storage_of(storage).evicted) {
-      mark_not_evicted.call(memory_, storage);
-    }
-    Py_CLEAR(storage_of(storage).base);
-    const auto watch = py::handle(storage_of(storage).watch);
-    if (!has(watch) || PyWeakref_GetObject(watch.ptr()) == Py_None) {
-      log_release(storage, true);
+    if (PyDict_GET_SIZE(saved_.ptr()) == 0 && is_closed.of(recorder_).ptr() == Py_True) {
+      forget.call(recorder_);
     }
   }
 
  private:
-  // Enters an op into the ledger, as `Memory.enter_ops` does.
   void enter_op(EvictionLedger& ledger, const py::object& heuristic, OpFields& op) {
     c10::SmallVector<PyObject*, 8> storages;
     std::vector<int64_t> read, made;
@@ -330,7 +337,7 @@ class Records final : public OpRecords {
     op.ledger_id = number(ledger.add_op(read, made, ledger.estimate_s(to_double(op.seconds), moved_bytes)));
   }
 
-  // Returns the ledger's id of a storage, as `Memory._enter` does.
+  // Returns the ledger's id of a storage, and enters it if it is new: with its `origin`, if an op has made it.
   int64_t enter(EvictionLedger& ledger, py::handle storage, std::optional<std::pair<int64_t, int64_t>> origin) {
     if (has(storage_of(storage).ledger_id)) {
       return to_int(storage_of(storage).ledger_id);
@@ -383,7 +390,7 @@ class Records final : public OpRecords {
     }
   };
 
-  // Does what `Recorder._begin_step` does, and ends the step before.
+  // Begins to count ops anew where no tensor is saved, and ends the step before.
   void begin_step() {
     if (to_int(recorded.of(recorder_)) > few_ops_) {
       begin_step_of.call(recorder_);
@@ -393,36 +400,37 @@ class Records final : public OpRecords {
     }
   }
 
-  // Returns the storages that an op writes if all are pinned, and need not be copied before; else null.
-  py::object list_pinned(const CalledOp& called) {
+  // Returns the storages that an op writes.
+  py::list list_written(const CalledOp& called) {
     py::list written;
-    bool is_any_read = false;
     for (const auto& tensor : called.written) {
-      const auto storage = find_or_add(tensor);
-      if (!storage_of(storage).pinned) {
-        return {};
-      }
-      is_any_read = is_any_read || is_read(storage);
-      if (!written.contains(storage)) {
+      if (const auto storage = find_or_add(tensor); !written.contains(storage)) {
         written.append(storage);
       }
-    }
-    if (is_any_read && PyDict_GET_SIZE(saved_.ptr()) > 0) {
-      return {};
     }
     return written;
   }
 
-  // Executes an op that writes only pinned storages, as `Recorder._write_pinned` does; returns false if it failed.
-  bool write_pinned(const CalledOp& called, const py::object& written) {
+  // Copies contents that an op is about to write, if saved tensors may have to be recomputed from them. `op` has its function.
+  void copy_before_writes(const py::object& op, const py::list& written) {
     for (auto storage : written) {
-      if (is_read(storage)) {
+      if (storage_of(storage).pinned && storage_of(storage).last_read == storage_of(storage).version) {
+        if (PyDict_GET_SIZE(saved_.ptr()) > 0) {
+          copy_before_writes_.call(sources_, op, written);
+          return;
+        }
         overwrites.add(memory_, 1);
       }
     }
+  }
+
+  // Executes an op that writes only pinned storages, such as an update of parameters, without recording it.
+  void write_pinned(const CalledOp& called, const py::list& written) {
+    const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
+    copy_before_writes(operator_, written);
     const auto start = to_double(now.call(memory_));
-    if (!execute(called)) {
-      return false;
+    while (const auto error = execute(called)) {
+      recover(operator_, py::none(), written, error);
     }
     advance_clock(to_double(now.call(memory_)) - start);
     for (auto storage : written) {
@@ -433,11 +441,19 @@ class Records final : public OpRecords {
       for (auto storage : written) {
         changed.add(number_of(storage, log, step_number.of(follower_)));
       }
-      const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
       add_to_log(log, operator_, none.to_tuple(), none.to_tuple(), changed.to_tuple(), steal(PyFloat_FromDouble(0)), boolean(false),
                  number(0), module_name(), none.to_tuple());
     }
-    return true;
+  }
+
+  // Makes room after an error of an op, so that it can be executed again. Throws the error, as Python's, if that does not help: from
+  // here, because frames of Python would be in its traceback, which would lead back to it.
+  void recover(py::handle operator_, const py::object& draws_before, const py::list& written, const std::exception_ptr& error) {
+    torch::translate_exception_to_python(error);
+    const py::error_already_set raised;
+    if (recover_.call(recorder_, operator_, draws_before, written, raised.value()).ptr() != Py_True) {
+      throw raised;
+    }
   }
 
   void advance_clock(double seconds) {
@@ -468,18 +484,34 @@ class Records final : public OpRecords {
       const bool is_left_out = called.updates_statistics && (position == 0 || position == 1);
       return is_left_out ? py::object(py::none()) : to_python(declared, called.arguments[i], hole_);
     });
-    const auto op = new_op_(operator_, args, kwargs);
-    if (called.updates_statistics) {
-      op_.function.set(op, replay.of(operator_));
-    }
     py::list references;
     for (const auto& tensor : called.inputs) {
       references.append(refer_to_geometry(tensor));
     }
-    op_.inputs.set(op, references);
+    const auto again = called.updates_statistics ? replay.of(operator_) : function.of(operator_);
+    auto pattern = new_fields(new_pattern_(operator_, again, args, kwargs, references));
+    pattern.recordable = repeatable.of(operator_).ptr() == Py_True && !again.is_none();
+    if (!called.sized_by_data) {
+      pattern.known = learn_sizes(called, operator_);
+    }
+    return pattern;
+  }
+
+  // Returns the record of an op with arguments that no record can have, or that rebinds a tensor: it is not executed again.
+  OpFields build_unusual(const CalledOp& called) {
+    const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
+    py::list references;
+    for (const auto& tensor : called.inputs) {
+      references.append(refer_to_geometry(tensor));
+    }
+    auto pattern = new_fields(new_pattern_(operator_, function.of(operator_), py::tuple(), py::dict(), references));
+    pattern.known = new_known_(0);
+    return pattern;
+  }
+
+  static OpFields new_fields(py::object pattern) {
     const py::object none = py::none();
-    return {op, called.sized_by_data ? none : learn_sizes(called, operator_), none, none, borrow(op_.seconds.in(op)), none, {}, {}, {}, {},
-            0, 0, op_.recordable.in(op) == Py_True, false};
+    return {std::move(pattern), none, none, none, steal(PyFloat_FromDouble(0)), none, {}, {}, {}, {}, 0, 0, false, false};
   }
 
   static std::pair<py::list, py::dict> to_tensors(const CalledOp& called) {
@@ -491,7 +523,8 @@ class Records final : public OpRecords {
     const auto hash = number(static_cast<int64_t>(KeyHash()(called.key) >> 2 | 1));
     auto known = recall.call(sizes_, hash);
     if (known.is_none()) {
-      const auto size_bytes = called.facts.may_guess == 0 ? count_bytes_of(called) : std::nullopt;
+      const bool has_rule = called.facts.may_guess == 0 && called.facts.resizes_out == 0;
+      const auto size_bytes = has_rule ? count_bytes_of(called) : std::nullopt;
       if (size_bytes.has_value()) {
         known = remember.call(sizes_, hash, new_known_(*size_bytes, py::arg("number") = hash));
       } else {
@@ -629,55 +662,60 @@ class Records final : public OpRecords {
     return torch::jit::toPyObject(value);
   }
 
-  // Returns the handle of a tensor, as `Recorder.pack` does; null if no tensor is saved.
-  py::object pack_recorded(const py::object& object) {
+  // Returns the handle of a tensor. Leaves that have gradients or whose storage is never evicted are held themselves, and so are
+  // parameters: as in plain eager PyTorch, a backward pass sees what was assigned to their ``.data`` meanwhile.
+  py::object pack_recorded(PyObject* object, const std::shared_ptr<OpRecords>& self) {
     settle_freed();
-    if (PyDict_GET_SIZE(saved_.ptr()) == 0) {
-      return {};
+    if (PyDict_GET_SIZE(saved_.ptr()) == 0) { // autograd saves the inputs of the first op of a step before the op runs
+      begin_saving.call(recorder_);
     }
-    const auto& tensor = THPVariable_Unpack(object.ptr());
+    const auto& tensor = THPVariable_Unpack(object);
     const auto storage = find_or_add(tensor);
     const bool is_pinned = storage_of(storage).pinned;
-    const bool is_held = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == ParameterClass ||
+    const bool is_held = reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass ||
         (tensor.is_leaf() && (tensor.requires_grad() || is_pinned));
-    auto* type = reinterpret_cast<PyTypeObject*>(saved_tensor_.type.ptr());
     const auto packed = packs.of(sources_);
-    const auto count = storage_of(storage).saved + 1;
-    auto saved = steal(type->tp_alloc(type, 0));
-    saved_tensor_.leaf.set(saved, is_held ? object : py::none());
-    saved_tensor_.number.set(saved, packed);
-    saved_tensor_.storage.set(saved, storage);
-    saved_tensor_.version.set(saved, number(version_of(tensor)));
+    auto made = steal(saved_tensor_type()->tp_alloc(saved_tensor_type(), 0));
+    auto& saved = *reinterpret_cast<SavedTensor*>(made.ptr());
+    std::construct_at(&saved.records);
+    saved.leaf = is_held ? Py_NewRef(object) : nullptr;
+    saved.storage = Py_NewRef(storage.ptr());
+    saved.number = Py_NewRef(packed.ptr());
+    saved.version = version_of(tensor);
     check(PyDict_SetItem(aliases_of(storage), packed.ptr(), steal(THPVariable_Wrap(make_alias(tensor))).ptr()));
-    storage_of(storage).saved = count;
     check(PyDict_SetItem(saved_.ptr(), identity_of(storage).ptr(), storage.ptr()));
+    const auto count = ++storage_of(storage).saved;
     packs.set(sources_, number(to_int(packed) + 1));
-    saved_tensor_.recorder.set(saved, recorder_); // from now on it is released
+    saved.records = self; // from now on it is released
     if (!is_pinned && storage_of(storage).checked != to_int(overwrites.of(memory_))) {
       pin_if_lost.call(sources_, storage);
     }
     if (count == 1 && has(storage_of(storage).ledger_id)) {
       allow.call(memory_, storage);
     }
-    return saved;
+    return made;
   }
 
-  // Returns an alias of a saved tensor that is in memory, as `SavedTensor.unpack` does; null if it is evicted or overwritten.
-  py::object unpack_resident(const py::object& saved) {
-    const auto storage = borrow(saved_tensor_.storage.in(saved));
-    auto* alias = saved_tensor_.leaf.in(saved);
-    if (alias == Py_None) {
-      alias = PyDict_GetItemWithError(aliases_of(storage), saved_tensor_.number.in(saved));
-      check(alias == nullptr && PyErr_Occurred() != nullptr ? -1 : 0);
-    }
-    if (alias == nullptr || version_of(THPVariable_Unpack(alias)) != to_int(saved_tensor_.version.of(saved))) {
-      return {};
-    }
+  // Returns an alias of a saved tensor: autograd may keep it, then the reference count of the storage is higher.
+  py::object unpack_recorded(SavedTensor& saved) {
+    const auto storage = borrow(saved.storage);
     if (const auto log = log_.of(follower_); !log.is_none()) {
       log_unpack(log, number(number_of(storage, log, step_number.of(follower_))));
     }
     touch_at(storage, to_double(read_s.of(memory_)));
-    return steal(THPVariable_Wrap(make_alias(THPVariable_Unpack(alias))));
+    auto* found = saved.leaf;
+    if (found == nullptr) {
+      found = PyDict_GetItemWithError(aliases_of(storage), saved.number);
+      check(found == nullptr && PyErr_Occurred() != nullptr ? -1 : 0);
+    }
+    auto alias = borrow(found);
+    if (!alias) {
+      alias = restore_saved.call(recorder_, storage, borrow(saved.number), number(saved.version));
+      saved.version = version_of(THPVariable_Unpack(alias.ptr()));
+    } else if (const auto version = version_of(THPVariable_Unpack(found)); version != saved.version) {
+      raise_overwritten.call(recorder_, alias, number(saved.version), number(version));
+    }
+    return steal(THPVariable_Wrap(make_alias(THPVariable_Unpack(alias.ptr()))));
   }
 
   static bool has(py::handle value) {
@@ -693,7 +731,7 @@ class Records final : public OpRecords {
     return steal(PyLong_FromVoidPtr(object.ptr()));
   }
 
-  // Logs that autograd unpacks a storage, as `StepLog.unpack` does.
+  // Logs that autograd unpacks a storage.
   void log_unpack(const py::object& log, const py::object& storage) {
     const auto unpacked = unpacked_in_log.of(log), position = number(PyList_GET_SIZE(ops.of(log).ptr()));
     auto* found = PyDict_GetItemWithError(unpacked.ptr(), position.ptr());
@@ -706,7 +744,7 @@ class Records final : public OpRecords {
     check(PyDict_SetItem(unpacked.ptr(), position.ptr(), begun.ptr()));
   }
 
-  // Logs that a storage was released, as `StepFollower.log_release` does.
+  // Logs that the program has released a storage, or autograd one that `only_saved` tensors held.
   void log_release(py::handle storage, bool only_saved) {
     const auto log = log_.of(follower_);
     if (log.is_none() || storage_of(storage).step != to_int(step_number.of(follower_))) {
@@ -723,27 +761,15 @@ class Records final : public OpRecords {
     }
   }
 
-  static bool execute(const CalledOp& called) {
+  static std::exception_ptr execute(const CalledOp& called) {
     const py::gil_scoped_release unlocked;
     return called.execute();
   }
 
-  // Returns false if nothing was done, or if the op failed.
-  bool record_as(const py::object& object, const CalledOp& called, bool is_between) {
-    py::list written;
-    for (const auto& tensor : called.written) {
-      const auto storage = find_or_add(tensor);
-      // Contents that saved tensors may have to be recomputed from are copied first.
-      if (storage_of(storage).pinned && (!called.updates_statistics || is_read(storage))) {
-        return false;
-      }
-      if (!written.contains(storage)) {
-        written.append(storage);
-      }
-    }
-    auto& op = *find_op_fields(object);
-    const auto operator_ = borrow(op_.operator_.in(op.pattern));
-    if (called.sized_by_data) {
+  void record_as(const py::object& object, const CalledOp& called, const py::list& written, bool is_between) {
+    auto& op = fields_of_op(object);
+    const auto operator_ = borrow(pattern_.operator_.in(op.pattern));
+    if (called.sized_by_data && !called.unusual) {
       const auto [args, kwargs] = to_tensors(called);
       op.known = bound_sizes.call(recorder_, operator_, args, kwargs);
     }
@@ -760,10 +786,8 @@ class Records final : public OpRecords {
       peak_bytes.set(memory_, number(with_op_bytes));
     }
     const auto held_bytes = to_int(live_bytes.of(memory_));
-    int64_t taken_bytes = -1;
-    if (!run(called, op, operator_, taken_bytes)) {
-      return false;
-    }
+    copy_before_writes(object, written);
+    const auto taken_bytes = run(called, object, operator_, written);
     settle_freed();
     const auto made_bytes = record_outputs(called, object, written, taken_bytes);
     if (called.facts.reads_to_host != 0) {
@@ -773,7 +797,7 @@ class Records final : public OpRecords {
       log_op(log, op, operator_, written);
     }
     if (made_bytes != out_bytes) {
-      make_room.call(memory_, number(0), op_.function.of(op.pattern));
+      make_room.call(memory_, number(0), pattern_.function.of(op.pattern));
     }
     if (is_between) {
       const auto most_bytes = held_bytes + made_bytes + to_int(known_.workspace_bytes.of(known));
@@ -781,14 +805,13 @@ class Records final : public OpRecords {
         between_peak_bytes.set(recorder_, number(most_bytes));
       }
     }
-    return true;
   }
 
   bool is_estimated(py::handle known) {
     return known_.guessed.in(known) == Py_True && to_int(known_.measurements.of(known)) == measurements_;
   }
 
-  // Adds a tensor to what an op reads, as `Recorder._replace_by_references` does.
+  // Adds a tensor to what an op reads. If its contents cannot be recomputed, the record would keep it alive for longer than the program.
   void refer(const at::Tensor& tensor, OpFields& op) {
     auto storage = find_or_add(tensor);
     const auto version = storage_of(storage).last_read = storage_of(storage).version;
@@ -804,10 +827,8 @@ class Records final : public OpRecords {
   void touch_at(const py::object& storage, double now_s) {
     storage_of(storage).touched_s = now_s;
     if (const py::handle id = storage_of(storage).ledger_id; has(id)) {
-      if (auto* ledger = find_ledger(ledger_.of(memory_).ptr()); ledger != nullptr) {
-        ledger->touch({to_int(id)}, now_s);
-      } else {
-        touch.call(memory_, storage, steal(PyFloat_FromDouble(now_s)));
+      if (const auto ledger = ledger_.of(memory_); !ledger.is_none()) {
+        find_ledger(ledger.ptr())->touch({to_int(id)}, now_s);
       }
     }
   }
@@ -832,7 +853,7 @@ class Records final : public OpRecords {
         extra_bytes.add(memory_, -extra);
       }
       const auto storage = steal(PyObject_CallNoArgs(watch_storage_.in(watch)));
-      if (!is_tracked_storage(storage) || storage_of(storage).watch != watch.ptr()) { // or it is one that no op has used any more
+      if (storage.is_none() || storage_of(storage).watch != watch.ptr()) {
         continue;
       }
       const auto address = number(storage_of(storage).address);
@@ -853,41 +874,48 @@ class Records final : public OpRecords {
     }
   }
 
-  // Executes an op and times it, as `Recorder._execute` does; returns false if it failed. `taken_bytes` are set if it is measured.
-  bool run(const CalledOp& called, OpFields& op, py::handle operator_, int64_t& taken_bytes) {
-    const bool draws = random.of(operator_).ptr() == Py_True;
-    if (!draws) {
-      return run_timed(called, op, taken_bytes);
+  // Executes an op and times it, and returns the bytes that it has taken; -1 if that was not measured.
+  int64_t run(const CalledOp& called, const py::object& object, py::handle operator_, const py::list& written) {
+    auto& op = fields_of_op(object);
+    if (draws.of(operator_).ptr() != Py_True) {
+      return run_timed(called, object, written);
+    }
+    const auto read = called.inputs.empty() ? py::tuple() : py::make_tuple(steal(THPVariable_Wrap(called.inputs[0])));
+    const auto state_of = [&] { return get_random_state_(*pattern_.args.of(op.pattern), *read, **pattern_.kwargs.of(op.pattern)); };
+    if (random.of(operator_).ptr() != Py_True) { // a custom operator, which may wait for another thread
+      op.draws = state_of();
+      return run_timed(called, object, written);
     }
     acquire.call(lock_of_draws_);
     const Unlocked at_the_end{*this, lock_of_draws_};
-    const auto read = called.inputs.empty() ? py::tuple() : py::make_tuple(steal(THPVariable_Wrap(called.inputs[0])));
-    op.draws = get_random_state_(read, op_.kwargs.of(op.pattern));
-    const bool succeeded = run_timed(called, op, taken_bytes);
-    if (!succeeded) {
-      restore.call(op.draws[py::int_(1)], op.draws[py::int_(0)]);
-    }
-    return succeeded;
+    op.draws = state_of();
+    return run_timed(called, object, written);
   }
 
-  bool run_timed(const CalledOp& called, OpFields& op, int64_t& taken_bytes) {
+  int64_t run_timed(const CalledOp& called, const py::object& object, const py::list& written) {
+    auto& op = fields_of_op(object);
     const auto& known = op.known;
     if (known_.needs_block.in(known) == Py_True) {
       const auto size_bytes = to_int(known_.out_bytes.of(known)) + to_int(known_.workspace_bytes.of(known));
       find_block.call(costs_, number(size_bytes), evict_after.of(memory_));
     }
     const bool is_measured = !times_each_ && start.call(costs_, known).ptr() == Py_True;
+    int64_t taken_bytes = -1;
     const auto begun_s = to_double(now.call(memory_));
-    if (!(times_each_ ? execute_here(called, known, taken_bytes) : execute(called))) {
-      if (is_measured) {
-        stop.call(costs_);
+    while (const auto error = times_each_ ? execute_here(called, known, taken_bytes) : execute(called)) {
+      try {
+        recover(pattern_.operator_.of(op.pattern), op.draws, written, error);
+      } catch (const py::error_already_set&) {
+        if (is_measured) {
+          stop.call(costs_);
+        }
+        throw;
       }
-      return false;
     }
     auto seconds = to_double(now.call(memory_)) - begun_s;
     const auto& shortest_s = known_.seconds;
     if (!times_each_) {
-      check_memory.call(costs_, op_.function.of(op.pattern));
+      check_memory.call(costs_, pattern_.function.of(op.pattern));
       seconds = to_double(shortest_s.of(known));
     }
     if (is_measured) {
@@ -901,11 +929,11 @@ class Records final : public OpRecords {
     }
     op.seconds = borrow(shortest_s.in(known));
     step_ops.add(recomputation_, 1);
-    return true;
+    return taken_bytes;
   }
 
-  // Executes an op whose time need not be waited for, and measures what it takes as `HostCosts` does.
-  bool execute_here(const CalledOp& called, py::handle known, int64_t& taken_bytes) {
+  // Executes an op whose time need not be waited for. What the first ones of a signature take is measured, by the allocator's events.
+  std::exception_ptr execute_here(const CalledOp& called, py::handle known, int64_t& taken_bytes) {
     const auto measurements = to_int(known_.measurements.of(known));
     const bool is_known = measurements == measurements_ && !called.sized_by_data; // else sizes depend on more than the signature
     if (is_known || c10::ThreadLocalDebugInfo::get(kProfiler) != nullptr) { // the thread is profiled
@@ -914,23 +942,19 @@ class Records final : public OpRecords {
     known_.measurements.set(known, number(measurements + 1));
     const auto allocated = std::make_shared<AllocatedBytes>();
     const c10::DebugInfoGuard guard(kProfiler, allocated);
-    const bool succeeded = execute(called);
+    auto error = execute(called);
     taken_bytes = allocated->peak_bytes;
     for (const auto& value : called.arguments) {
       if (value.isTensor() && value.toTensor().defined() && value.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
         taken_bytes += static_cast<int64_t>(value.toTensor().nbytes()); // the number is wrapped when Python calls the operator again
       }
     }
-    return succeeded;
+    return error;
   }
 
-  bool is_read(py::handle storage) {
-    return storage_of(storage).last_read == storage_of(storage).version;
-  }
-
-  // Records what an op has made and written, as `Recorder.record` does, and returns the bytes that it has made.
+  // Records what an op has made and written, and returns the bytes of new storages and of those that have grown.
   int64_t record_outputs(const CalledOp& called, const py::object& object, const py::list& written, int64_t taken_bytes) {
-    auto& op = *find_op_fields(object);
+    auto& op = fields_of_op(object);
     const auto& known = op.known;
     const auto outputs = called.outputs();
     const bool is_list = outputs.size() == 1 && outputs[0].isTensorList();
@@ -940,7 +964,8 @@ class Records final : public OpRecords {
     for (const auto& value : values) {
       if (value.isTensor() && value.toTensor().layout() != at::kStrided && unusual.empty()) {
         std::for_each(values.begin(), values.end(), [&](const auto& output) { unusual.append(torch::jit::toPyObject(output)); });
-        for (auto found : find_made.call(recorder_, object, unusual)) {
+        op.recordable = false;
+        for (auto found : find_made.call(recorder_, unusual)) {
           new_tensors.emplace_back(to_int(found[py::int_(0)]), THPVariable_Unpack(py::object(found[py::int_(1)]).ptr()));
         }
       }
@@ -955,10 +980,13 @@ class Records final : public OpRecords {
         new_tensors.emplace_back(i, tensor);
       }
     }
+    int64_t made_bytes = 0;
     if (!called.written.empty()) {
+      for (auto storage : written) {
+        made_bytes += called.facts.rebinds + called.facts.resizes_out > 0 ? to_int(update_size.call(memory_, storage)) : 0;
+      }
       note_writes(called, op, written, !new_tensors.empty());
     }
-    int64_t made_bytes = 0;
     for (const auto& [i, tensor] : new_tensors) {
       const auto storage = add(tensor, op.recordable);
       made_bytes += storage_of(storage).size_bytes;
@@ -980,12 +1008,12 @@ class Records final : public OpRecords {
     return made_bytes;
   }
 
-  // Begins the next version of what an op has written, as `Recorder._note_writes` does.
+  // Begins the next version of each storage that an op has written: adds the op to its chain, or pins it.
   void note_writes(const CalledOp& called, OpFields& op, const py::list& written, bool makes_outputs) {
     const py::object first = written[0];
     const bool is_repeatable = op.recordable && !called.updates_statistics && written.size() == 1;
     if (is_repeatable && !storage_of(first).pinned && PyList_GET_SIZE(chain_of(first)) < longest_chain_) {
-      check(PyList_Append(chain_of(first), record_in_place(op, first).ptr()));
+      check(PyList_Append(chain_of(first), record_in_place(op, first, called.facts.resizes_out != 0).ptr()));
       return begin_version(first);
     }
     for (auto storage : written) {
@@ -1001,10 +1029,10 @@ class Records final : public OpRecords {
     ++storage_of(storage).version;
   }
 
-  // Records an op that writes the next version of a storage, as `Recorder._record_in_place_op` does.
-  py::object record_in_place(const OpFields& op, const py::object& storage) {
+  // Records an op that writes the next version of a storage.
+  py::object record_in_place(const OpFields& op, const py::object& storage, bool resizes_out) {
     auto object = copy_recorded_op(op);
-    auto& write = *find_op_fields(object);
+    auto& write = fields_of_op(object);
     for (auto& input : write.reads) {
       if (input.storage.is(storage)) {
         input.storage = py::none();
@@ -1012,7 +1040,8 @@ class Records final : public OpRecords {
     }
     write.known = py::none();
     write.references = {};
-    write.room_bytes = to_int(known_.workspace_bytes.of(op.known)) + to_int(known_.out_bytes.of(op.known));
+    // The storage counts with its last size from the first op on.
+    write.room_bytes = to_int(known_.workspace_bytes.of(op.known)) + (resizes_out ? 0 : to_int(known_.out_bytes.of(op.known)));
     write.in_place = true;
     write.made.emplace_back(0, steal(PyWeakref_NewRef(storage.ptr(), nullptr)));
     record_write.call(sources_, storage);
@@ -1020,12 +1049,11 @@ class Records final : public OpRecords {
     return object;
   }
 
-  // Counts a recorded op, as `Recorder._count` does.
   void count_op(py::handle object) {
     recorded.add(recorder_, 1);
     ops.add(recorder_, 1);
     const auto log = log_.of(follower_);
-    find_op_fields(object)->number = log.is_none() ? to_int(ops.of(recorder_)) : PyList_GET_SIZE(ops.of(log).ptr());
+    fields_of_op(object).number = log.is_none() ? to_int(ops.of(recorder_)) : PyList_GET_SIZE(ops.of(log).ptr());
     check(PyList_Append(pending.of(memory_).ptr(), steal(PyWeakref_NewRef(object.ptr(), nullptr)).ptr()));
   }
 
@@ -1063,7 +1091,7 @@ class Records final : public OpRecords {
     return found != devices_.end() ? found->second : devices_.emplace_back(device, steal(THPDevice_New(device))).second;
   }
 
-  // Logs an op for the plans of repeated steps, as `StepFollower.log_op` does.
+  // Logs an op for the plans of repeated steps.
   void log_op(const py::object& log, const OpFields& op, const py::object& operator_, const py::list& written) {
     const auto step = step_number.of(follower_);
     Numbers read, made, changed;
@@ -1076,11 +1104,18 @@ class Records final : public OpRecords {
     for (auto storage : written) {
       changed.add(number_of(storage, log, step));
     }
+    auto shapes = borrow(known_.number.in(op.known));
+    if (to_int(shapes) == 0) { // sizes depend on more than the signature
+      py::list made_bytes;
+      for (const auto storage : made.found) {
+        made_bytes.append(borrow(PyList_GET_ITEM(sizes_bytes.of(log).ptr(), storage)));
+      }
+      shapes = py::tuple(made_bytes);
+    }
     add_to_log(log, operator_, read.to_tuple(), made.to_tuple(), changed.to_tuple(), op.seconds, boolean(op.recordable),
-               borrow(known_.workspace_bytes.in(op.known)), op.module, borrow(known_.number.in(op.known)));
+               borrow(known_.workspace_bytes.in(op.known)), op.module, shapes);
   }
 
-  // Adds an op to a log, as `StepPlans.add_op` does.
   void add_to_log(const py::object& log, const py::object& operator_, const py::object& read, const py::object& made,
                   const py::object& changed, const py::object& seconds, const py::object& recordable,
                   const py::object& workspace_bytes, const py::object& module, const py::object& shapes) {
@@ -1128,25 +1163,25 @@ class Records final : public OpRecords {
     return storage_of(storage).number;
   }
 
-  const Name acquire{"acquire"}, add_of_memory{"add"}, allow{"allow"}, append{"append"}, begin_step_of{"_begin_step"},
+  const Name acquire{"acquire"}, add_of_memory{"add"}, allow{"allow"}, append{"append"}, begin_saving{"begin_saving"}, begin_step_of{"begin_step"},
       between_peak_bytes{"between_peak_bytes"}, bound_sizes{"bound_sizes"}, budget_bytes{"budget_bytes"}, by_id{"_by_id"},
-      chains{"chains"}, check_memory{"check_memory"}, check_plan{"check_plan"}, clock_s{"clock_s"}, count_bytes{"count_bytes"},
-      dropped_{"_dropped"}, enter_by_python{"_enter_ops"}, eager_peak_bytes{"eager_peak_bytes"}, end{"end"}, estimate{"estimate"},
-      evict_after{"evict_after"}, evicted_bytes{"evicted_bytes"}, extra_bytes{"extra_bytes"}, find_block{"find_block"}, find_made{"_find_made"},
-      following{"_following"}, function{"function"}, heuristic_{"heuristic"}, host_reads{"host_reads"},
+      chains{"chains"}, check_memory{"check_memory"}, check_plan{"check_plan"}, clock_s{"clock_s"},
+      copy_before_writes_{"copy_before_writes"}, count_bytes{"count_bytes"}, draws{"draws"}, dropped_{"_dropped"}, eager_peak_bytes{"eager_peak_bytes"}, end{"end"}, estimate{"estimate"},
+      evict_after{"evict_after"}, evicted_bytes{"evicted_bytes"}, extra_bytes{"extra_bytes"}, find_block{"find_block"}, find_made{"find_made"},
+      following{"_following"}, forget{"forget"}, function{"function"}, heuristic_{"heuristic"}, host_reads{"host_reads"}, is_closed{"is_closed"},
       keeps_random{"keeps_random"}, kept_ops{"kept_ops"}, learn_sizes_of{"learn_sizes"}, ledger_{"ledger"}, live_bytes{"live_bytes"}, log_{"log"},
-      made_bytes_{"made_bytes"}, make_room{"make_room"}, make_room_for{"_make_room"}, mark_not_evicted{"mark_not_evicted"},
+      made_bytes_{"made_bytes"}, make_room{"make_room"}, make_room_for{"make_room"}, mark_not_evicted{"mark_not_evicted"},
       module_number{"module"}, note_gone{"note_gone"}, now{"now"}, only_saved_in_log{"only_saved"}, ops{"ops"},
       overwrites{"overwrites"}, packs{"packs"}, peak_bytes{"peak_bytes"}, pending{"pending"}, pin{"pin"},
-      pin_if_lost{"pin_if_lost"}, pop_left{"popleft"}, random{"random"}, read_s{"read_s"}, recall{"recall"}, record_measured{"record_measured"},
-      record_write{"record_write"}, recorded{"_recorded"}, released_in_log{"released"}, remember{"remember"}, replay{"replay"}, restore{"restore"}, running{"running"},
+      pin_if_lost{"pin_if_lost"}, pop_left{"popleft"}, raise_overwritten{"raise_overwritten"}, random{"random"}, read_s{"read_s"},
+      recall{"recall"}, record_measured{"record_measured"}, record_write{"record_write"}, recorded{"recorded"}, recover_{"recover"},
+      released_in_log{"released"}, remember{"remember"}, repeatable{"repeatable"}, replay{"replay"}, restore_saved{"restore_saved"},
       settle{"settle"}, sizes_bytes{"sizes_bytes"}, start{"start"}, step_number{"number"}, step_ops{"step_ops"}, stop{"stop"},
-      storages{"_storages"}, structures{"structures"}, touch{"touch"}, unlock{"release"}, unpacked_in_log{"unpacked"};
+      storages{"_storages"}, structures{"structures"}, unlock{"release"}, unpacked_in_log{"unpacked"}, update_size{"update_size"};
 
   const py::object recorder_, watch_type_, reference_type_, logged_type_;
-  const OpClass op_;
+  const PatternClass pattern_;
   const KnownClass known_;
-  const SavedClass saved_tensor_;
   const py::object invisible_;
   const Slot watch_extra_, watch_size_, watch_storage_;
   const py::object lock_, memory_, follower_, plans_, recomputation_, costs_, sources_, saved_, names_, noted_, sizes_, resident_, freed_, note_freed_;
@@ -1154,7 +1189,7 @@ class Records final : public OpRecords {
   const py::object lock_of_draws_, get_random_state_, ledger_watch_type_;
   const Slot ledger_watch_id_;
   const int64_t few_ops_, measurements_;
-  const py::object hole_, new_op_, new_known_;
+  const py::object hole_, new_pattern_, new_known_;
   const c10::Device budget_device_;
   const bool times_each_; // ops are done when they return
   std::vector<std::pair<c10::Device, py::object>> devices_;
@@ -1162,6 +1197,10 @@ class Records final : public OpRecords {
 };
 
 } // namespace
+
+SavedTensor* find_saved_tensor(PyObject* object) {
+  return Py_IS_TYPE(object, saved_tensor_type()) ? reinterpret_cast<SavedTensor*>(object) : nullptr;
+}
 
 std::unique_ptr<OpRecords> new_op_records(PyObject* parts) {
   return std::make_unique<Records>(borrow(parts).cast<py::tuple>());

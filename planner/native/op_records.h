@@ -13,6 +13,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -35,16 +36,12 @@ inline int64_t version_of(const at::Tensor& tensor) {
 
 // The facts about an operator, as `planner.train.eager.operators.Operator` has them: `_fill_facts` of native_recording fills them in.
 struct OperatorFacts {
-  enum Way : int64_t {
-    kView, // neither memory nor contents change
-    kRecorded, // by op_records.cpp
-    kByRecorder,
-  };
   enum SizedByData : int64_t { kNever, kSizedByMasks, kSizedByData }; // masks are in the list that is the second argument
 
-  int64_t way = kByRecorder;
+  int64_t passes = 1; // neither memory nor contents change, or Python does not know it
   int64_t python = 0; // the `Operator`, which is never freed
   int64_t only_writes = 0; // it returns only tensors that it has written, and keeps their sizes
+  int64_t rebinds = 0, resizes_out = 0;
   int64_t reads_to_host = 0, sized_by_data = kNever;
   int64_t may_guess = 0; // `OutputSizes.guess_bytes` may guess a workspace
   int64_t statistics = -1, training = -1;
@@ -75,7 +72,8 @@ struct CalledOp {
   c10::ArrayRef<at::Tensor> written;
   bool updates_statistics; // `written` are running statistics
   bool sized_by_data; // the sizes of its outputs depend on the contents of its arguments
-  c10::function_ref<bool()> execute; // without the interpreter lock; returns false if it failed
+  bool unusual; // it has arguments, not among `inputs`, that no record can have, or rebinds a tensor: there is no `key`
+  c10::function_ref<std::exception_ptr()> execute; // without the interpreter lock; returns the error if it failed
   c10::function_ref<c10::ArrayRef<c10::IValue>()> outputs; // when it has run
 };
 
@@ -83,12 +81,7 @@ struct CalledOp {
 using ByteCounts = std::optional<c10::SmallVector<int64_t, 4>>;
 ByteCounts count_output_bytes(const CalledOp& called);
 
-// How far an op has come.
-enum class Recorded {
-  kDone, // it was executed, and recorded if it was to be
-  kFailed, // it is part of a recomputation, and failed
-  kLeft, // it was not executed, or it failed: the recorder goes on
-};
+struct SavedTensor;
 
 // The functions need Python's interpreter lock unless they say something else, and throw Python's errors.
 class OpRecords {
@@ -96,19 +89,34 @@ class OpRecords {
   virtual ~OpRecords() = default;
 
   // Executes an op and records it. Called without the interpreter lock.
-  virtual Recorded record(const CalledOp& called) = 0;
+  virtual void record(const CalledOp& called) = 0;
 
-  // The hooks on saved tensors; see planner.train.eager.saved_tensors. They return null if Python has to do it: to pack the first
-  // tensor of a step, or to unpack one that is evicted or overwritten.
-  virtual PyObject* pack(PyObject* tensor) = 0;
-  virtual PyObject* unpack(PyObject* saved) = 0;
+  // Returns what autograd holds in place of a tensor that it saves: a handle, which holds `self`, these records; the tensor itself if
+  // it is a subclass or not strided.
+  virtual PyObject* pack(PyObject* tensor, const std::shared_ptr<OpRecords>& self) = 0;
+
+  // Returns the tensor of a handle, recomputed if it was evicted.
+  virtual PyObject* unpack(SavedTensor& saved) = 0;
 
   // Forgets a saved tensor that autograd drops.
-  virtual void release(PyObject* saved) = 0;
+  virtual void release(SavedTensor& saved) = 0;
 
-  // Enters recorded ops into the ledger, if it is one of ledger.cpp: `Memory.enter_ops`. Returns false if Python has to do it.
-  virtual bool enter_ops(PyObject* pending) = 0;
+  // Enters recorded ops into the ledger.
+  virtual void enter_ops(PyObject* pending) = 0;
 };
+
+// The handle that autograd holds in place of a saved tensor, so that its storage can be evicted.
+struct SavedTensor {
+  PyObject_HEAD
+  std::shared_ptr<OpRecords> records;
+  PyObject* leaf; // the tensor itself, if it is a leaf or a parameter that is not evicted; else null
+  PyObject* storage;
+  PyObject* number; // of its alias among those of the storage
+  int64_t version; // autograd's version counter when it was saved
+};
+
+// Returns the handle that an object is; null if it is none.
+SavedTensor* find_saved_tensor(PyObject* object);
 
 // The ledger of evictions; ledger.cpp describes it.
 class EvictionLedger {

@@ -181,6 +181,6 @@ py::object copy_recorded_op(const OpFields& fields) {
   return made;
 }
 
-OpFields* find_op_fields(py::handle object) {
-  return Py_IS_TYPE(object.ptr(), op_type()) ? &fields_of(object.ptr()) : nullptr;
+OpFields& fields_of_op(py::handle record) {
+  return fields_of(record.ptr());
 }

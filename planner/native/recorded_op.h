@@ -1,4 +1,4 @@
-// A record of an op with the attributes of `RecordedOp` of planner.train.eager.storages, of which the lists are made when Python reads
+// A record of an op with the attributes of planner.train.eager.storages.RecordedOp, of which the lists are made when Python reads
 // them. Records were copies of such objects: a list, a named tuple for each input, weak references and numbers, a quarter of the time
 // that recording took.
 
@@ -20,7 +20,7 @@ struct [[gnu::visibility("hidden")]] Read {
 
 // What is not the pattern's. No `Read` is changed when Python may have seen it.
 struct [[gnu::visibility("hidden")]] OpFields {
-  pybind11::object pattern; // the `RecordedOp` of the signature, without storages
+  pybind11::object pattern; // the `OpPattern` of the signature
   pybind11::object known, draws, module, seconds, ledger_id;
   pybind11::object references; // the list of inputs, once Python has asked for it
   c10::SmallVector<Read, 3> reads;
@@ -33,5 +33,4 @@ struct [[gnu::visibility("hidden")]] OpFields {
 // Returns a new record, with the fields of another one, or with those of a pattern that has no storages.
 pybind11::object copy_recorded_op(const OpFields& fields);
 
-// Returns the fields of a record; null if the object is another one, such as a record that Python has made.
-OpFields* find_op_fields(pybind11::handle object);
+OpFields& fields_of_op(pybind11::handle record);

@@ -79,10 +79,6 @@ PyMemberDef describe(const char* name, int kind, Field TrackedStorage::* field) 
 
 } // namespace
 
-bool is_tracked_storage(py::handle object) {
-  return Py_IS_TYPE(object.ptr(), storage_type);
-}
-
 py::object new_tracked_storage(int64_t size_bytes, py::handle device, bool pinned) {
   auto made = steal(storage_type->tp_alloc(storage_type, 0));
   auto& storage = storage_of(made);

@@ -15,8 +15,6 @@ struct TrackedStorage {
   PyObject *chain, *aliases; // null if there are none
 };
 
-bool is_tracked_storage(pybind11::handle object);
-
 inline TrackedStorage& storage_of(pybind11::handle object) {
   return *reinterpret_cast<TrackedStorage*>(object.ptr());
 }

@@ -18,6 +18,7 @@ from solvers.result import SolveProgress, compute_gap
 class Stage(StrEnum):
     """A stage of planning; the stages follow each other in this order."""
 
+    COMPILE = "compile"
     CAPTURE = "capture"
     MEASURE = "measure"
     SOLVE = "solve"
@@ -31,6 +32,7 @@ class Stage(StrEnum):
 
 
 _ACTIVITIES = {
+    Stage.COMPILE: "compiling the C++ library, once on this machine",
     Stage.CAPTURE: "capturing the training step",
     Stage.MEASURE: "measuring ops",
     Stage.SOLVE: "looking for a schedule",
@@ -38,7 +40,7 @@ _ACTIVITIES = {
     Stage.COMPARE: "comparing with eager PyTorch",
 }
 # Typical shares of the time, for stages without a better estimate.
-_WEIGHTS = {Stage.CAPTURE: 3.0, Stage.MEASURE: 5.0, Stage.SOLVE: 2.0, Stage.CHECK: 3.0, Stage.COMPARE: 10.0}
+_WEIGHTS = {Stage.COMPILE: 1.0, Stage.CAPTURE: 3.0, Stage.MEASURE: 5.0, Stage.SOLVE: 2.0, Stage.CHECK: 3.0, Stage.COMPARE: 10.0}
 _LEAST_FRACTION = 0.05  # fraction of a stage from which its speed is extrapolated
 
 

@@ -49,7 +49,6 @@ from torch.utils._mode_utils import no_dispatch  # concrete values are computed 
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees each op that eager PyTorch runs
     _disable_current_modes as disable_current_modes,  # checks and timings are no ops of the step
-    _get_current_dispatch_mode as current_dispatch_mode,  # the one that sees ops first
     is_in_torch_dispatch_mode,  # disabling modes takes time
     is_traceable_wrapper_subclass as _is_traceable_wrapper_subclass,
 )
@@ -88,6 +87,8 @@ for _key in (  # of torch.func.vmap, and of the older one in torch.autograd.grad
     torch._C._dispatch_key_parse("VmapMode"),
 ):
     AUTOCAST_AND_VMAP_KEYS |= torch._C.DispatchKeySet(_key)
+# The key for modes that are written in C++.
+MODE_IN_CPP = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("Fake"))
 # Calls inside a capture or a custom operator run as outside: with the dispatch keys of the outside.
 force_dispatch_keys = torch._C._ForceDispatchKeyGuard
 included_dispatch_keys = torch._C._dispatch_tls_local_include_set
@@ -110,9 +111,6 @@ preserve_version_counter = torch.autograd._unsafe_preserve_version_counter
 set_version_counter = torch._C._autograd._unsafe_set_version_counter
 # Workspaces are measured by the profiler; only one can run.
 profiler_enabled = torch.autograd._profiler_enabled
-# The profiler of events, which takes a hundredth of the time of Kineto to start.
-_enable_event_profiler = torch.autograd._enable_profiler_legacy
-_disable_event_profiler = torch.autograd._disable_profiler_legacy
 # The identity of the memory of a tensor, and who holds it, at the cost of a call.
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
@@ -134,21 +132,6 @@ def apply_function(function: type[torch.autograd.Function], *args: object) -> An
 def get_local_tensor(value: Any) -> Any:
     """Return this process's part of a DTensor; any other value as it is."""
     return getattr(value, "_local_tensor", value)
-
-
-def begin_allocations() -> None:
-    """Begin to record the CPU allocator in this thread, in which no profiler may run."""
-    _enable_event_profiler(
-        torch.autograd.ProfilerConfig(
-            torch.autograd.ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
-        )
-    )
-
-
-def end_allocations() -> list[int]:
-    """Return the bytes that the CPU allocator has allocated (positive) or freed since ``begin_allocations``, in order."""
-    events = (event for thread in _disable_event_profiler() for event in thread)
-    return [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]  # type: ignore[comparison-overlap]
 
 
 def list_profiled(profiler: Any) -> list[tuple[int, str, int, int]]:

@@ -1,6 +1,6 @@
 """The eager runtime: any training loop within a memory budget, without a trace (``planner.rematerialize``).
 
-There are two ways to work with autograd. In the first, a dispatch mode records each op as a closure over storages, and
+There are two ways to work with autograd. In the first, a dispatch key records each op as a closure over storages, and
 saved-tensor hooks give autograd handles. In the second, a subclass of ``Tensor`` wraps a tensor that can be evicted, and autograd
 saves the wrapper. The runtime uses the first:
 
@@ -25,15 +25,16 @@ the program has released one by freeing it. Then neither eager PyTorch's peak no
 Banishing is not used either: it pins what was computed from a released tensor. That is true of most saved tensors, so too little
 would be left to evict.
 
-A dispatch mode takes longer than small ops do. So as soon as the C++ library is compiled, it receives the ops below autograd,
-executes and records them (``native_recording``), far below the budget as near it. Before, ops far below it went to a log, which
-was read for the recorder when memory ran out: a second way to record the same ops, for a few microseconds less for each. The
-first ops of each signature are measured (``device_costs``).
+A dispatch mode in Python takes longer than small ops do. So the C++ library receives the ops below autograd, executes and records
+them (``native_recording``), far below the budget as near it. Before, ops far below it went to a log, which was read for the
+recorder when memory ran out, and without a compiler all ops went to a dispatch mode: three ways to record the same ops. The first
+ops of each signature are measured (``device_costs``).
 
-``recording`` sees the ops, ``saved_tensors`` has what autograd holds, and ``sources`` what that is computed from. ``modules``
+``recording`` has what the library asks of Python, ``saved_tensors`` what autograd needs of evicted tensors, and ``sources`` what
+these are computed from. ``modules``
 knows which module is running, ``draws`` what random ops draw, ``garbage`` how often garbage is collected. ``sizes`` knows what
-ops will allocate, beside the C++ library's rules for common ones; ``memory`` makes room and asks the ledger of
-``solvers.online`` for the victim, or the same in C++ (``planner.native.ledger``); ``recompute`` executes chains again;
+ops will allocate, beside the C++ library's rules for common ones; ``memory`` makes room and asks the ledger for the victim
+(``planner.native.ledger``, as ``solvers.online`` defines it); ``recompute`` executes chains again;
 ``session`` has the public API.
 ``step_follower`` logs each step; ``step_log`` turns it into a graph; ``step_plans`` has repeated steps solved, and returns what
 their plans evict. ``enough_budget`` finds a budget that is large enough for a recorded step.

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from threading import get_ident
 from time import perf_counter
 
@@ -16,7 +15,6 @@ from graphs.units import format_bytes
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.runtime.allocator import get_cuda_bytes
 from planner.runtime.libraries import warm_up_libraries
-from planner.torch_private.core import begin_allocations, end_allocations, profiler_enabled
 from planner.torch_private.cuda import allocate_raw, free_raw, notify_out_of_memory
 from planner.train.eager.operators import Operator
 from planner.train.eager.sizes import KnownOp
@@ -48,24 +46,13 @@ class _Measured:
 
 
 class OpCosts(ABC):
-    """Measures the first executions of each signature.
+    """What the first executions of each signature take.
 
     Attributes:
         times_each: ops are done when they return, so that each is timed, measured or not.
     """
 
     times_each: bool
-
-    def start(self, known: KnownOp) -> bool:
-        """Start an op, and its measurement unless its signature was measured before; return whether it is measured.
-
-        Ops whose sizes depend on more than a signature are measured each time.
-        """
-        self.forget_failures()
-        if (known.number and known.measurements == MEASUREMENTS) or not self.begin():
-            return False
-        known.measurements += 1
-        return True
 
     def note(self, op: RecordedOp, made_bytes: int, workspace_bytes: int) -> None:
         """Note what an op has taken that was measured, and the bytes that it has made, where other sizes are estimated."""
@@ -78,14 +65,6 @@ class OpCosts(ABC):
         an upper bound.
         """
         return 0
-
-    @abstractmethod
-    def begin(self) -> bool:
-        """Begin to measure an op, and return True; return False if it cannot be measured."""
-
-    @abstractmethod
-    def stop(self) -> tuple[float, int]:
-        """Return the seconds of the op, and the most bytes that it has taken, with its outputs."""
 
     @abstractmethod
     def get_in_use_bytes(self) -> int:
@@ -118,25 +97,9 @@ class OpCosts(ABC):
 
 
 class HostCosts(OpCosts):
-    """The memory of ops on the CPU, by the allocator's events. While another profiler runs, it cannot be measured."""
+    """The costs of ops on the CPU: the C++ library measures them."""
 
     times_each = True
-
-    def __init__(self) -> None:
-        self._start = 0.0
-
-    def begin(self) -> bool:
-        """Begin to measure an op, and return True; return False if a profiler runs."""
-        if profiler_enabled():
-            return False
-        begin_allocations()
-        self._start = perf_counter()
-        return True
-
-    def stop(self) -> tuple[float, int]:
-        """Return the seconds of the op, and the most bytes that it has taken, with its outputs."""
-        seconds = perf_counter() - self._start
-        return seconds, max(accumulate(end_allocations(), initial=0))
 
     def get_in_use_bytes(self) -> int:
         """Return 0: Python knows of all tensors on the CPU."""
@@ -202,12 +165,23 @@ class DeviceCosts(OpCosts):
                     "memory='allocated'"
                 )
 
-    def begin(self) -> bool:
-        """Begin to measure an op, and return True."""
+    def start(self, known: KnownOp) -> bool:
+        """Start an op, and its measurement unless its signature was measured before; return whether it is measured.
+
+        Ops whose sizes depend on more than a signature are measured each time.
+        """
+        self.forget_failures()
+        is_measured = not known.number or known.measurements < MEASUREMENTS
+        if is_measured:
+            known.measurements += 1
+            self.begin()
+        return is_measured
+
+    def begin(self) -> None:
+        """Begin to measure an op."""
         torch.cuda.synchronize(self._device)
         self._taken = self._get_taken_bytes()
         self._start = perf_counter()
-        return True
 
     def stop(self) -> tuple[float, int]:
         """Return the seconds of the op, and the bytes that it has allocated in total, which are at least its peak."""

@@ -20,7 +20,7 @@ from graphs.units import format_bytes, format_enough
 from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import storage_address, storage_use_count
 from planner.train.eager.sizes import OutputSizes
-from planner.train.eager.storages import LedgerWatch, RecordedOp, StorageWatch, TrackedStorage, build_reference, make_alias
+from planner.train.eager.storages import LedgerWatch, RecordedOp, StorageWatch, TrackedStorage, make_alias, refer_to_geometry
 from solvers.online.ledger import Ledger
 
 # Storages in use are pinned in the ledger; before each search for a victim a few of them are checked again.
@@ -36,6 +36,7 @@ class Memory:
         budget_bytes: the limit.
         sizes: counts bytes.
         new_ledger: returns an empty ledger.
+        new_storage: returns a storage of a size on a device.
 
     Attributes:
         live_bytes: bytes of the resident storages.
@@ -51,7 +52,7 @@ class Memory:
         pending: ops that were recorded since the ledger was last used; they are entered into it before its next use.
         on_release: called with each storage that the program has released.
         evict_planned: evicts a storage that the plan evicts, and returns True if there is one; called before the heuristic.
-        enter_ops: enters recorded ops into the ledger, and returns True, if the C++ library does that; else returns False.
+        enter_ops: enters recorded ops into the ledger.
         forget_unneeded: drops records that no saved tensor needs, with what they keep; called before a budget is too small.
     """
 
@@ -61,7 +62,13 @@ class Memory:
         *("now", "overwrites", "peak_bytes", "pending", "read_s", "_dropped"),
     )
 
-    def __init__(self, budget_bytes: int, sizes: OutputSizes, new_ledger: Callable[[], Ledger]) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        sizes: OutputSizes,
+        new_ledger: Callable[[], Ledger],
+        new_storage: Callable[..., TrackedStorage],
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.live_bytes = self.peak_bytes = self.eager_peak_bytes = 0
         self.evicted_bytes = self.extra_bytes = 0
@@ -78,9 +85,9 @@ class Memory:
         self.now = perf_counter
         self.on_release: Callable[[TrackedStorage], None] | None = None
         self.evict_planned: Callable[[], bool] = lambda: False
-        self.enter_ops: Callable[[list[weakref.ref[RecordedOp]]], bool] = lambda _ops: False
+        self.enter_ops: Callable[[list[weakref.ref[RecordedOp]]], None] = lambda _ops: None
         self.forget_unneeded: Callable[[], None] = lambda: None
-        self._new_storage: Callable[..., TrackedStorage] = TrackedStorage
+        self._new_storage = new_storage
         self._new_ledger = new_ledger
         self._unheld = _count_unheld()
         self.pending: list[weakref.ref[RecordedOp]] = []
@@ -128,15 +135,6 @@ class Memory:
             self._invisible.add(watch)
             self.extra_bytes += size_bytes
         return storage
-
-    def replace_storages(self, new_storage: Callable[..., TrackedStorage]) -> None:
-        """Make storages by `new_storage` from now on, and replace those that are resident. All records must be forgotten."""
-        self._new_storage = new_storage
-        for address, known in self.resident.items():
-            storage = self.resident[address] = new_storage(known.size_bytes, known.device, pinned=True)
-            storage.address, storage.version, storage.watch = address, known.version, known.watch
-            assert storage.watch is not None
-            storage.watch.storage = weakref.ref(storage)
 
     def settle(self) -> None:
         """Record the storages that were freed since the last call."""
@@ -319,7 +317,7 @@ class Memory:
     def _evict(self, storage: TrackedStorage) -> None:
         if storage.aliases:
             evicted = storage.evicted_aliases or {}
-            evicted.update({number: (alias._version, build_reference(None, alias)) for number, alias in storage.aliases.items()})
+            evicted.update({number: (alias._version, refer_to_geometry(alias)) for number, alias in storage.aliases.items()})
             storage.evicted_aliases = evicted
         if storage.saved:
             storage.evicted = True
@@ -336,40 +334,8 @@ class Memory:
             self.ledger = self._new_ledger()
         self.settle()
         pending, self.pending = self.pending, []
-        if not self.enter_ops(pending):
-            self._enter_ops(self.ledger, pending)
+        self.enter_ops(pending)
         return self.ledger
-
-    def _enter_ops(self, ledger: Ledger, pending: list[weakref.ref[RecordedOp]]) -> None:
-        for reference in pending:
-            op = reference()
-            if op is None:
-                continue
-            inputs = {storage: None for ref in op.inputs if (storage := ref.storage) is not None}
-            outputs = {place: storage for place, (_, weak) in enumerate(op.outputs) if (storage := weak()) is not None}
-            read = [self._enter(ledger, storage) for storage in inputs]
-            made = [self._enter(ledger, storage, (op.number, place)) for place, storage in outputs.items()]
-            if op.draws is not None and ledger.heuristic.keeps_random:
-                for ledger_id in made:
-                    ledger.pin(ledger_id)
-            if op.in_place:
-                read += made
-            moved_bytes = sum(storage.size_bytes for storage in (*inputs, *outputs.values()))
-            op.ledger_id = ledger.add_op(read, made, ledger.heuristic.estimate_s(op.seconds, moved_bytes))
-
-    def _enter(self, ledger: Ledger, storage: TrackedStorage, origin: tuple[int, int] | None = None) -> int:
-        """Return the ledger's id of `storage`, and enter it if it is new: with its `origin`, if an op has made it."""
-        if storage.ledger_id is None:
-            ledger_id = ledger.add_storage(storage.size_bytes, origin)
-            storage.ledger_id = ledger_id
-            self._by_id[ledger_id] = watch = LedgerWatch(storage, self._dropped.append)
-            watch.ledger_id = ledger_id
-            ledger.touch((ledger_id,), storage.touched_s)
-            if not storage.address:
-                ledger.note_evicted(ledger_id)
-            storage.barred = False
-            self.allow(storage)
-        return storage.ledger_id
 
     def _describe_too_small(self, size_bytes: int, purpose: object) -> str:
         needed = self.live_bytes + size_bytes

@@ -16,6 +16,7 @@ from planner.capture.program.draws import draw_again
 from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import (
     AUTOCAST_AND_VMAP_KEYS,
+    MODE_IN_CPP,
     below_autograd,
     get_kernel_settings,
     set_kernel_settings,
@@ -42,11 +43,11 @@ class Recomputation:
         ops: number of recomputed ops.
         seconds: time of recomputed ops.
         step_ops: number of ops that the step has run itself.
+        own_keys: the dispatch keys that its ops pass by. After the block, another one may record them.
         by_operator, by_module: number and time by operator, and by the module in which ops first ran.
-        running: True while the runtime executes its own ops.
     """
 
-    __slots__ = ("__dict__", "running", "step_ops")
+    __slots__ = ("__dict__", "step_ops")
 
     def __init__(self, memory: Memory, max_recomputation: float, costs: OpCosts) -> None:
         self.memory = memory
@@ -57,7 +58,7 @@ class Recomputation:
         self.seconds = 0.0
         self.by_operator: dict[str, tuple[int, float]] = {}
         self.by_module: dict[str, tuple[int, float]] = {}
-        self.running = False
+        self.own_keys = AUTOCAST_AND_VMAP_KEYS | MODE_IN_CPP
         self._ops_before = 0
 
     def begin_step(self) -> None:
@@ -67,14 +68,13 @@ class Recomputation:
     @contextmanager
     def run_own_ops(self) -> Iterator[None]:
         """Run ops without recording them, below autograd, autocast and vmap, where the recorded ops were recorded."""
-        self.running, grad_enabled, settings = True, torch.is_grad_enabled(), get_kernel_settings()
+        grad_enabled, settings = torch.is_grad_enabled(), get_kernel_settings()
         try:
-            with below_autograd(), without_keys(AUTOCAST_AND_VMAP_KEYS):
+            with below_autograd(), without_keys(self.own_keys):
                 yield
         finally:
             torch.set_grad_enabled(grad_enabled)
             _use(settings)
-            self.running = False
 
     def recompute(self, storage: TrackedStorage) -> torch.Tensor:
         """Make the current contents of `storage` resident, and return a tensor on it.

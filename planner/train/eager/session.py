@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -37,7 +37,7 @@ from planner.train.eager.device_costs import create_costs
 from planner.train.eager.enough_budget import find_enough_bytes
 from planner.train.eager.garbage import COLLECTED_RARELY
 from planner.train.eager.memory import Memory
-from planner.train.eager.native_recording import NativeRecording, SwitchedHooks
+from planner.train.eager.native_recording import NativeRecording, find_storage_type, prepare_library
 from planner.train.eager.recompute import Recomputation
 from planner.train.eager.recording import Recorder
 from planner.train.eager.shared_context import SharedContext
@@ -89,6 +89,7 @@ def rematerialize(
 
     Raises:
         BudgetError: the budget cannot be read, or is a share of a peak that is not known.
+        PlannerError: there is no C++ compiler. The library is compiled by the first call on a machine, in about a minute.
         UsageError: the heuristic or the kind of memory does not exist, or `max_recomputation` is not above 0.
 
     Examples:
@@ -109,14 +110,8 @@ def rematerialize(
             f"budget '{wanted}' is a share of the peak of plain eager PyTorch, which is not known before the model has run: "
             "give an amount such as '8GB', or 'auto' for the free memory of the device"
         )
+    prepare_library()
     return Rematerialization(wanted, heuristic=heuristic, device=device, max_recomputation=max_recomputation, counted=counted)
-
-
-class SessionDebug(NamedTuple):
-    """The parts that run a block: the recorder, and the C++ library's recording if it is there."""
-
-    recorder: Recorder
-    native: NativeRecording | None
 
 
 class Rematerialization:
@@ -131,7 +126,6 @@ class Rematerialization:
         self._device = device
         self._counted = counted
         self._recorder: Recorder | None = None
-        self._hooks: SwitchedHooks | None = None
         self._block = ExitStack()
 
     @shorten_traceback
@@ -147,7 +141,7 @@ class Rematerialization:
             context_bytes = measure_cuda_context_bytes(self._device) if self._counted.counts_context else 0
             budget_bytes = self._budget.resolve(0) - context_bytes
         sizes = OutputSizes(self._device)
-        memory = Memory(budget_bytes, sizes, partial(create_ledger, self._heuristic))
+        memory = Memory(budget_bytes, sizes, partial(create_ledger, self._heuristic), find_storage_type())
         for tensor in tensors:
             if memory.find(storage_address(tensor)) is None:
                 memory.add(tensor)
@@ -161,6 +155,7 @@ class Rematerialization:
         memory.on_release = follower.log_release
         memory.evict_planned = follower.evict_one
         memory.forget_unneeded = recorder.forget_unneeded
+        recording = NativeRecording(recorder)
         with ExitStack() as block:
             if self._counted is not CountedMemory.ALLOCATED:
                 block.enter_context(limit_allocator(self._device, memory.budget_bytes))
@@ -168,14 +163,12 @@ class Rematerialization:
             block.enter_context(COLLECTED_RARELY)
             block.callback(follower.close)
             block.enter_context(recorder.module)
-            block.enter_context(recorder)
-            self._hooks = block.enter_context(SwitchedHooks(recorder))
+            block.enter_context(recording.enter())
             block.enter_context(_TRANSFORMS)
-            hooks = self._hooks.build_hooks()
-            _HOOKS.append(hooks)
-            block.callback(_HOOKS.remove, hooks)
+            _HOOKS.append(recording.hooks)
+            block.callback(_HOOKS.remove, recording.hooks)
             block.enter_context(_CHECKPOINTS)
-            block.enter_context(saved_tensors_hooks(*hooks))
+            block.enter_context(saved_tensors_hooks(*recording.hooks))
             self._block = block.pop_all()
         ACTIVE.session = self
         return self
@@ -203,9 +196,9 @@ class Rematerialization:
         return self._recorder
 
     @property
-    def debug(self) -> SessionDebug:
-        """The objects that run the block; for tests and debugging, and may change."""
-        return SessionDebug(self._entered, None if self._hooks is None else self._hooks.native)
+    def debug(self) -> Recorder:
+        """The object that has all that is known of the block; for tests and debugging, and may change."""
+        return self._entered
 
     @property
     def budget_bytes(self) -> int:

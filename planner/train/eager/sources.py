@@ -8,6 +8,7 @@ graph stays alive while the optimizer steps.
 from collections.abc import Hashable, Sequence
 
 from planner.train.eager.memory import Memory
+from planner.train.eager.operators import Operator
 from planner.train.eager.recompute import Recomputation, view_whole
 from planner.train.eager.storages import RecordedOp, TrackedStorage
 
@@ -34,7 +35,7 @@ class Sources:
         self._copied_bytes = 0  # in this step
         self._read_by: tuple[int, dict[Hashable, list[int]]] = (-1, {})  # `packs` when it was found
 
-    def copy_before_writes(self, op: RecordedOp, written: Sequence[TrackedStorage]) -> None:
+    def copy_before_writes(self, op: RecordedOp | Operator, written: Sequence[TrackedStorage]) -> None:
         """Copy pinned storages that are about to be written, if saved tensors may have to be recomputed from them.
 
         Pin those saved tensors instead, if they are smaller. Other tensors computed from them are pinned when they are read.

@@ -1,14 +1,12 @@
 """Connects the runtime with the plans of repeated steps: logs its ops, and makes the evictions of a plan."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
-from planner.torch_private.core import current_autograd_node
 from planner.train.eager.memory import Memory
-from planner.train.eager.sizes import KnownOp
-from planner.train.eager.step_log import LoggedOp, StepGraph, StepLog, build_recorded_step
+from planner.train.eager.step_log import StepGraph, StepLog, build_recorded_step
 from planner.train.eager.step_plans import StepPlans
-from planner.train.eager.storages import RecordedOp, TrackedStorage
+from planner.train.eager.storages import TrackedStorage
 
 # If no step so far has evicted or taken more than this share of the budget, the next one is not logged.
 _FAR = 0.9
@@ -73,31 +71,6 @@ class StepFollower:
                 return True
         return False
 
-    def log_op(self, op: RecordedOp, written: Sequence[TrackedStorage], known: KnownOp) -> None:
-        """Log an op that has run and written storages. The step must be logged."""
-        node = current_autograd_node()
-        made = op.list_made()
-        logged = LoggedOp(
-            op.operator.function,
-            self._number_storages([ref.storage for ref in op.inputs if ref.storage is not None]),
-            self._number_storages(made),
-            self._number_storages(written),
-            op.seconds,
-            op.recordable,
-            op.operator.random,
-            node is not None,
-            -1 if node is None else node._sequence_nr(),
-            known.workspace_bytes,
-            op.module,
-        )
-        shapes = known.number or tuple([storage.size_bytes for storage in made])
-        self.plans.add_op(logged, id(op.operator), shapes)
-
-    def log_unpack(self, storage: TrackedStorage) -> None:
-        """Log that autograd unpacks a storage. The step must be logged."""
-        assert self.log is not None
-        self.log.unpack(*self._number_storages((storage,)))
-
     def log_release(self, storage: TrackedStorage, *, only_saved: bool = False) -> None:
         """Log that the program has released a storage, or autograd one that `only_saved` tensors held."""
         if self.log is not None and storage.step == self.number:
@@ -120,15 +93,3 @@ class StepFollower:
         """End the step, and stop the solve in progress."""
         self.end()
         self.plans.stop()
-
-    def _number_storages(self, storages: Iterable[TrackedStorage]) -> tuple[int, ...]:
-        """Return the numbers of storages in this step, without duplicates."""
-        return tuple(
-            {(storage.number if storage.step == self.number else self._number_storage(storage)): None for storage in storages}
-        )
-
-    def _number_storage(self, storage: TrackedStorage) -> int:
-        assert self.log is not None
-        storage.step, storage.number = self.number, self.log.add_storage(storage.size_bytes)
-        self._storages.append(weakref.ref(storage))
-        return storage.number

@@ -1,8 +1,9 @@
-"""Tracked storages with their versions, and the recorded ops that made them."""
+"""Tracked storages with their versions, and the recorded ops that made them. The C++ library makes both (``planner/native``)."""
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -11,41 +12,9 @@ from planner.torch_private.core import get_kernel_settings, make_subclass, neg_v
 from planner.train.eager.operators import Operator
 from planner.train.eager.sizes import KnownOp
 
-# Makes a reference from a tuple of its fields, in a third of the time of its constructor.
-new_reference = tuple.__new__
 
-
-class StorageMethods:
-    """The methods of storages: of those here, and of those with the same attributes that the C++ library makes."""
-
-    __slots__ = ()
-    version: int
-    chain: "list[RecordedOp]"
-    pinned: bool
-    watch: "StorageWatch | None"
-    base: torch.Tensor | None
-    aliases: dict[int, torch.Tensor]
-    snapshots: dict[int, torch.Tensor] | None
-
-    def is_recomputable(self, version: int) -> bool:
-        """Return True if the contents of `version` can be recomputed by the chain."""
-        return version < len(self.chain)
-
-    def has_copy(self, version: int) -> bool:
-        """Return True if there is a copy of the contents of `version`."""
-        return self.snapshots is not None and version in self.snapshots
-
-    def get_storage(self) -> torch.UntypedStorage | None:
-        """Return the storage in memory; None if it is not resident."""
-        return None if self.watch is None else self.watch()
-
-    def is_owned(self) -> bool:
-        """Return True if the runtime keeps it in memory, and may free it if nothing else holds it."""
-        return not self.pinned and (self.base is not None or bool(self.aliases))
-
-
-class TrackedStorage(StorageMethods):
-    """The storage of a tensor and its views, resident or not.
+class TrackedStorage:
+    """The storage of a tensor and its views, resident or not: the base of the library's type, which has the attributes.
 
     An in-place write makes another version of the contents. The chain has the op that made each version, so that the contents can
     be recomputed: all versions from the first one on, in the same memory.
@@ -72,50 +41,43 @@ class TrackedStorage(StorageMethods):
         step, number: the last step that has used it, and its number there.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "address",
-        "aliases",
-        "barred",
-        "base",
-        "chain",
-        "checked",
-        "device",
-        "evicted",
-        "evicted_aliases",
-        "last_read",
-        "ledger_id",
-        "number",
-        "pinned",
-        "saved",
-        "size_bytes",
-        "snapshots",
-        "step",
-        "touched_s",
-        "version",
-        "watch",
-    )
+    __slots__ = tuple[str, ...]()  # the library's type has them
+    size_bytes: int
+    device: torch.device
+    version: int
+    chain: "list[RecordedOp]"
+    pinned: bool
+    address: int
+    watch: "StorageWatch | None"
+    barred: bool
+    base: torch.Tensor | None
+    aliases: dict[int, torch.Tensor]
+    evicted_aliases: "dict[int, tuple[int, Reference]] | None"
+    saved: int
+    evicted: bool
+    ledger_id: int | None
+    touched_s: float
+    last_read: int
+    snapshots: dict[int, torch.Tensor] | None
+    checked: int
+    step: int
+    number: int
 
-    def __init__(self, size_bytes: int, device: torch.device, *, pinned: bool) -> None:
-        self.size_bytes = size_bytes
-        self.device = device
-        self.version = 0
-        self.chain: list[RecordedOp] = []
-        self.pinned = pinned
-        self.address = 0
-        self.watch: StorageWatch | None = None
-        self.barred = False
-        self.base: torch.Tensor | None = None
-        self.aliases: dict[int, torch.Tensor] = {}
-        self.evicted_aliases: dict[int, tuple[int, Reference]] | None = None
-        self.saved = 0
-        self.evicted = False
-        self.ledger_id: int | None = None
-        self.touched_s = 0.0
-        self.last_read = -1
-        self.snapshots: dict[int, torch.Tensor] | None = None
-        self.checked = 0
-        self.step = self.number = 0
+    def is_recomputable(self, version: int) -> bool:
+        """Return True if the contents of `version` can be recomputed by the chain."""
+        return version < len(self.chain)
+
+    def has_copy(self, version: int) -> bool:
+        """Return True if there is a copy of the contents of `version`."""
+        return self.snapshots is not None and version in self.snapshots
+
+    def get_storage(self) -> torch.UntypedStorage | None:
+        """Return the storage in memory; None if it is not resident."""
+        return None if self.watch is None else self.watch()
+
+    def is_owned(self) -> bool:
+        """Return True if the runtime keeps it in memory, and may free it if nothing else holds it."""
+        return not self.pinned and (self.base is not None or bool(self.aliases))
 
 
 class StorageWatch(weakref.ref[torch.UntypedStorage]):
@@ -175,22 +137,12 @@ class Reference(NamedTuple):
         return neg_view(view) if self.negated else view
 
 
-def build_reference(storage: TrackedStorage | None, tensor: torch.Tensor) -> Reference:
-    """Return a reference to `tensor`, a view of the present contents of `storage`."""
+def refer_to_geometry(tensor: torch.Tensor) -> Reference:
+    """Return a reference to `tensor` that does not say which storage it is a view of."""
     dtype = tensor.dtype
-    return new_reference(
-        Reference,
-        (
-            storage,
-            0 if storage is None else storage.version,
-            tensor.shape,
-            tensor.stride(),
-            tensor.storage_offset(),
-            dtype,
-            dtype.is_complex and tensor.is_conj(),
-            tensor.is_neg(),
-        ),
-    )
+    is_conjugated = dtype.is_complex and tensor.is_conj()
+    offset = int(tensor.storage_offset())
+    return Reference(None, 0, tensor.shape, tensor.stride(), offset, dtype, is_conjugated, tensor.is_neg())
 
 
 class _Hole:
@@ -203,25 +155,42 @@ class _Hole:
 HOLE = _Hole()
 
 
-class RecordedOp:
-    """One execution of an operator, with everything that is needed to execute it again.
+@dataclass(slots=True)
+class OpPattern:
+    """What the recorded ops of a signature share.
 
     Attributes:
         operator: the facts about the operator.
         function: the function to call again: the operator, or one that computes the same outputs without side effects.
-        args: its arguments, with ``HOLE`` in place of each tensor, so that ops of a signature share them.
+        args: its arguments, with ``HOLE`` in place of each tensor.
         kwargs: its keyword arguments, likewise.
-        inputs: the tensors among them, in order.
-        kept: the storages of inputs that cannot be recomputed.
-        known: the facts about its signature; None before they are asked for.
-        recordable: it can be executed again.
+        inputs: the geometry of the tensors among them, in order.
         grad_enabled: gradient mode was enabled, on which some kernels decide what they keep for their backward pass.
         settings: other settings with which it ran: ``get_kernel_settings``.
+    """
+
+    operator: Operator
+    function: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    inputs: list[Reference]
+    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
+    settings: tuple[Any, ...] = field(default_factory=get_kernel_settings)
+
+
+class RecordedOp(Protocol):
+    """One execution of an operator, with everything that is needed to execute it again.
+
+    Attributes:
+        operator, function, args, kwargs, grad_enabled, settings: those of its pattern.
+        inputs: the tensors among its arguments, in order.
+        kept: the storages of inputs that cannot be recomputed.
+        known: the facts about its signature.
+        recordable: it can be executed again.
         outputs: weak references to the storages that it made, with the position of the output; for an in-place op the storage
             that it writes.
         in_place: it writes a storage that existed before.
         room_bytes: bytes of its outputs and of its workspace.
-        taken_bytes: bytes that it has allocated in total; 0 if that was not measured.
         seconds: measured time.
         draws: the generator and its state before the op; None if it draws no random numbers.
         ledger_id: id in the ledger; None before it is entered.
@@ -229,52 +198,24 @@ class RecordedOp:
         number: number of the op in its step if the step is logged, else among all recorded ops.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "args",
-        "draws",
-        "function",
-        "grad_enabled",
-        "in_place",
-        "inputs",
-        "kept",
-        "known",
-        "kwargs",
-        "ledger_id",
-        "module",
-        "number",
-        "operator",
-        "outputs",
-        "recordable",
-        "room_bytes",
-        "seconds",
-        "settings",
-        "taken_bytes",
-    )
-
-    def __init__(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Initialize with the arguments of the call."""
-        self.operator = operator
-        self.function = operator.function
-        self.args, self.kwargs = args, kwargs
-        self.inputs: list[Reference] = []
-        self.kept: tuple[torch.UntypedStorage, ...] = ()
-        self.known: KnownOp | None = None
-        self.recordable = operator.repeatable
-        self.grad_enabled = torch.is_grad_enabled()
-        self.settings = get_kernel_settings()
-        self.outputs: list[tuple[int, weakref.ref[TrackedStorage]]] = []
-        self.in_place = False
-        self.room_bytes = self.taken_bytes = 0
-        self.seconds = 0.0
-        self.draws: tuple[torch.Generator, RandomState] | None = None
-        self.ledger_id: int | None = None
-        self.module = ""
-        self.number = 0
-
-    def list_made(self) -> list[TrackedStorage]:
-        """Return the storages that it made and that are still tracked."""
-        return [storage for _, weak in self.outputs if (storage := weak()) is not None]
+    operator: Operator
+    function: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    grad_enabled: bool
+    settings: tuple[Any, ...]
+    inputs: list[Reference]
+    kept: tuple[torch.UntypedStorage, ...]
+    known: KnownOp
+    recordable: bool
+    outputs: list[tuple[int, weakref.ref[TrackedStorage]]]
+    in_place: bool
+    room_bytes: int
+    seconds: float
+    draws: tuple[torch.Generator, RandomState] | None
+    ledger_id: int | None
+    module: str
+    number: int
 
 
 def fill(values: Any, tensors: Iterator[Any]) -> Any:

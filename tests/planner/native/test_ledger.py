@@ -8,12 +8,13 @@ import torch
 
 from planner.native.ledger import create_ledger
 from planner.native.library import wait_for_library
-from planner.train.eager import session
 from planner.train.eager.session import rematerialize
-from solvers.online.heuristics import NAMES, Interpreter, make_heuristic
+from solvers.baselines.common import online
+from solvers.baselines.common.online import OnlineRun
+from solvers.online.heuristics import MEGENGINE, NAMES, Interpreter, make_heuristic
 from solvers.online.ledger import Ledger
+from solvers.order.peak import keep_everything_peak_bytes
 from tests.support.eager.chains import chain, with_statistics, written_in_steps
-from tests.support.eager.tensors import other_bytes
 from tests.support.native import NEEDS_LIBRARY
 
 pytestmark = NEEDS_LIBRARY
@@ -89,26 +90,24 @@ def test_random_programs_evict_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_within_a_budget_evict_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are recorded, and replayed with both."""
     ledgers: list[BothLedgers] = []
 
-    def create(name: str) -> BothLedgers:
+    def create(_: object) -> BothLedgers:
         ledgers.append(BothLedgers(name, spares_small=False))
         return ledgers[-1]
 
-    monkeypatch.setattr(session, "create_ledger", create)
+    monkeypatch.setattr(online, "Ledger", create)
     x = torch.randn(256, 64)
     for run in (with_statistics, written_in_steps):
-        model = chain()
-        with rematerialize("1GB") as far:
-            run(model, x).backward()
-        model.zero_grad()
-        budget = other_bytes() + int(0.7 * (far.peak_bytes - other_bytes()))
-        with rematerialize(budget, heuristic=name, max_recomputation=1000) as near:
-            for _ in range(2):
-                run(model, x).backward()
-                model.zero_grad()
-        assert near.evictions > 0
-    assert sum(ledger.victims for ledger in ledgers) > 20
+        with rematerialize("1GB") as session:
+            run(chain(), x).backward()
+        step = session.plans.longest_step
+        assert step is not None
+        budget = int(0.75 * keep_everything_peak_bytes(step.graph))
+        heuristic = Interpreter(0) if name == MEGENGINE else make_heuristic(name)
+        OnlineRun(step.graph, budget, heuristic, thrash_factor=1000).run()
+    assert sum(ledger.victims for ledger in ledgers) > 10
 
 
 def test_the_library_refuses_unknown_heuristics() -> None:

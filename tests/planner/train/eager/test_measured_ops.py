@@ -13,7 +13,7 @@ from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError
 from planner.train.eager import device_costs
 from planner.train.eager.session import rematerialize
-from tests.support.eager.chains import RUNS, Run, chain, is_native, train_on, with_dropout
+from tests.support.eager.chains import RUNS, Run, chain, train_on, with_dropout
 from tests.support.eager.device_costs import Costs, measure_by
 from tests.support.eager.tensors import existing, other_bytes
 from tests.support.native import NEEDS_LIBRARY
@@ -54,11 +54,10 @@ def test_each_signature_is_measured_twice_and_then_counts_as_long(costs: Costs) 
             model(x).square().mean().backward()
             model.zero_grad()
             measured.append(costs.measured)
-        assert is_native(session)
         assert measured[0] < measured[1] == measured[2] == measured[5]
-        ops_before, seconds_before = session.debug.recorder.ops, session.debug.recorder.memory.clock_s
+        ops_before, seconds_before = session.debug.ops, session.debug.memory.clock_s
         model(x).square().mean().backward()
-        recorder = session.debug.recorder
+        recorder = session.debug
         assert recorder.memory.clock_s - seconds_before >= recorder.ops - ops_before
 
 
@@ -78,8 +77,7 @@ def test_sizes_that_are_new_in_each_step(budget: str, costs: Costs) -> None:
         peak_bytes = max(step(rows) and session.peak_bytes for rows in range(50, 70))
     with rematerialize(10**9 if budget == "far" else int(1.12 * peak_bytes)) as session:
         measured = [step(rows) for rows in range(50, 70)]
-        ops, seconds = session.ops, session.debug.recorder.memory.clock_s
-        assert is_native(session)
+        ops, seconds = session.ops, session.debug.memory.clock_s
     assert session.peak_bytes == peak_bytes
     assert 0.8 * ops < seconds < 1.2 * ops
     assert min(measured[:3]) > 10
@@ -139,10 +137,9 @@ def test_an_op_that_went_on_without_memory_ends_the_block(costs: Costs, *, in_th
     library.impl("tanh", tanh, "CPU", with_keyset=True)
     model, x = chain(), torch.randn(64, 64)
     try:
-        with rematerialize("1GB") as session:
+        with rematerialize("1GB"):
             for _ in range(4):
                 model(x).square().mean().backward()
-            assert is_native(session)
             fails.append(True)
             if in_this_thread:
                 with pytest.raises(BudgetError, match=r"tanh.* had no memory for a workspace of 12\.3"):
@@ -157,10 +154,10 @@ def test_ops_that_data_sizes_count_as_long_as_they_were_measured(costs: Costs) -
     model, x = chain(), torch.ones(8, 64)
     with rematerialize("1GB") as session:
         model(x).sum().backward()
-        before, measured = session.debug.recorder.memory.clock_s, costs.measured
+        before, measured = session.debug.memory.clock_s, costs.measured
         for _ in range(4):
             x.nonzero()
-        assert session.debug.recorder.memory.clock_s >= before + 4
+        assert session.debug.memory.clock_s >= before + 4
         assert costs.measured == measured + 4
 
 

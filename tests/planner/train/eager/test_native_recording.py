@@ -1,10 +1,11 @@
-"""Ops that the C++ library receives and records: bits, budgets, peaks, errors and what is kept, as without it."""
+"""Ops that the C++ library receives and records: bits, budgets, peaks, errors and what is kept."""
 
 import contextlib
 import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.storages import LiveStorages
-from graphs.errors import BudgetError
+from graphs.errors import BudgetError, PlannerError
+from planner.native import library
 from planner.torch_private.core import TorchDispatchMode
-from planner.train.eager.native_recording import NativeRecording
-from planner.train.eager.recording import Recorder
+from planner.train.eager import native_recording
 from planner.train.eager.session import Rematerialization, rematerialize
-from planner.train.eager.storages import RecordedOp
 from planner.train.eager.tensor_arguments import iterate_tensors
 from tests.support.eager.chains import (
     RUNS,
@@ -27,7 +27,6 @@ from tests.support.eager.chains import (
     Run,
     chain,
     checkpointed,
-    is_native,
     train_on,
     with_choices,
     with_dropout,
@@ -35,6 +34,7 @@ from tests.support.eager.chains import (
 )
 from tests.support.eager.models import LOOPS, Loop
 from tests.support.eager.tensors import existing, other_bytes
+from tests.support.logs import lines_of
 from tests.support.native import NEEDS_LIBRARY
 
 pytestmark = NEEDS_LIBRARY
@@ -45,13 +45,12 @@ aten = torch.ops.aten
 _HELD = (checkpointed, with_choices)  # they need most of their peak
 
 
-def warm_up(session: Rematerialization) -> None:
-    """Run two steps; the library must be there."""
+def warm_up() -> None:
+    """Run two steps."""
     model, x = chain(), torch.randn(32, 64)
     for _ in range(2):
         with_dropout(model, x).backward()
         model.zero_grad()
-    assert is_native(session)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -91,7 +90,7 @@ def failing_chain(failing: Failing, run: Run) -> Rematerialization:
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     with rematerialize("1GB") as session:
-        warm_up(session)
+        warm_up()
         with failing:
             run(model, x).backward()
         assert failing.calls > len(model)
@@ -111,7 +110,7 @@ def test_a_write_that_fails_is_undone() -> None:
 def test_errors_of_the_program_are_raised_and_the_block_goes_on() -> None:
     model, x = chain(), torch.randn(32, 64)
     with rematerialize("1GB") as session:
-        warm_up(session)
+        warm_up()
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             x @ x
         with_dropout(model, x).backward()
@@ -129,8 +128,8 @@ def test_an_error_that_the_program_catches_keeps_nothing_of_its_step() -> None:
 
     gc.disable()
     try:
-        with rematerialize("1GB") as session:
-            warm_up(session)
+        with rematerialize("1GB"):
+            warm_up()
             assert failing_step()() is None
     finally:
         gc.enable()
@@ -146,8 +145,8 @@ def test_operators_that_return_or_take_other_objects() -> None:
     try:
         for budget in (10**9, other_bytes() + 1_000_000):
             model, x = chain(), torch.ones(8, 64)
-            with rematerialize(budget) as session:
-                warm_up(session)
+            with rematerialize(budget):
+                warm_up()
                 made, name = ops.named(x)
                 assert name == "one more" and torch.equal(ops.scaled(made, {"all": made}), x * 4.0)
                 with_dropout(model, x).backward()
@@ -158,19 +157,19 @@ def test_operators_that_return_or_take_other_objects() -> None:
 def test_resized_outputs_are_counted() -> None:
     out, x = torch.empty(0), torch.randn(2**16)
     with rematerialize("1GB") as session:
-        warm_up(session)
+        warm_up()
         torch.add(x, x, out=out)
-        assert abs(session.debug.recorder.memory.live_bytes - other_bytes()) < 1000
+        assert abs(session.debug.memory.live_bytes - other_bytes()) < 1000
 
 
 def test_ops_between_steps_are_forgotten() -> None:
     with rematerialize("1GB") as session:
-        warm_up(session)
+        warm_up()
         model = chain(2)
         for _ in range(2000):
             with torch.no_grad():
                 torch.rand(4) + model(torch.ones(64)).sum()
-        assert len(session.debug.recorder.memory.pending) < 100
+        assert len(session.debug.memory.pending) < 100
 
 
 class Shrinking(TorchDispatchMode):
@@ -185,8 +184,7 @@ class Shrinking(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if self.ops == self.last:
-            assert is_native(self.session)
-            self.session.debug.recorder.memory.budget_bytes = self.budget_bytes
+            self.session.debug.memory.budget_bytes = self.budget_bytes
         self.ops += 1
         return function(*args, **(kwargs or {}))
 
@@ -222,8 +220,8 @@ def test_evicting_from_any_op_on_gives_the_bits_of_eager(name: str, at: float) -
 
 def test_a_write_to_a_saved_tensor_raises() -> None:
     weight = torch.randn(64, 64, requires_grad=True)
-    with rematerialize("1GB") as session:
-        warm_up(session)
+    with rematerialize("1GB"):
+        warm_up()
         made = (weight @ torch.randn(64, 64)).exp()  # which is saved
         leaf = torch.randn(64, 64)
         products = [(weight * leaf).sum(), made.sum()]
@@ -237,8 +235,8 @@ def test_a_write_to_a_saved_tensor_raises() -> None:
 def test_saved_tensors_are_freed_with_their_graph() -> None:
     """An output that is saved does not keep itself, nor an input its storage."""
     with rematerialize("1GB") as session:
-        warm_up(session)
-        saved = session.debug.recorder.sources.saved
+        warm_up()
+        saved = session.debug.sources.saved
         gc.collect()
         gc.disable()
         try:
@@ -262,7 +260,7 @@ def test_compiled_functions_run_eagerly_and_are_seen() -> None:
     function(x).backward()
     x.grad = None
     with rematerialize("1GB") as session:
-        warm_up(session)
+        warm_up()
         before = session.ops
         function(x).backward()
         assert session.ops > before + 8
@@ -270,20 +268,13 @@ def test_compiled_functions_run_eagerly_and_are_seen() -> None:
 
 def test_memory_of_sparse_results_counts() -> None:
     with rematerialize("1GB") as session:
-        warm_up(session)
+        warm_up()
         before = session.peak_bytes
         held = [torch.ones(1000, 10_000).to_sparse() for _ in range(2)]
     assert session.peak_bytes - before > sum(part.nbytes for part in (held[0]._indices(), held[1]._indices()))
 
 
-def test_ops_of_new_sizes_are_recorded_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_python: list[str] = []
-    run = Recorder.run
-
-    def noting(self: Recorder, op: RecordedOp, failed: list[Exception]) -> Any:
-        in_python.append(op.operator.name)
-        return run(self, op, failed)
-
+def test_sizes_that_are_new_in_each_step_are_in_the_peak() -> None:
     def step(rows: int) -> None:
         x = torch.arange(rows * 64).view(rows, 64) / 10**6
         for layer in model:
@@ -294,16 +285,50 @@ def test_ops_of_new_sizes_are_recorded_by_the_library(monkeypatch: pytest.Monkey
         model.zero_grad()
 
     model, table = chain(layers=3), nn.Embedding(3002, 64)
-    monkeypatch.setattr(Recorder, "run", noting)
-    step(3000)
     with rematerialize("1GB") as session:
         step(3000)
-        in_python.clear()
         step(3001)
     with LiveStorages(existing()) as live:
         step(3001)
-    assert in_python == []
     assert session.peak_bytes >= live.peak_bytes
+
+
+NUMBERS: list[Callable[[Tensor, int], Tensor]] = [
+    lambda x, i: x * (i + 2),
+    lambda x, i: x * (0.5 + i),
+    lambda x, i: x * bool(i % 2),
+    lambda x, i: (x[:2048] * (0.5 + 1j * i)).real.repeat(2),
+    lambda x, i: nn.functional.leaky_relu(x, 0.1 * (i + 1)),
+    lambda x, i: torch.add(x, x, alpha=i + 1),
+    lambda x, i: x.roll(i + 1, 0),
+    lambda x, i: torch.cat([x, x[: i + 1]])[i + 1 :],
+    lambda x, i: x.clamp(-0.5, None if i % 2 else 0.5),
+    lambda x, i: x.to(torch.float64 if i % 2 else torch.float32),
+    lambda x, i: x * torch.rand(x.shape, generator=torch.Generator().manual_seed(i)),
+]
+
+
+@pytest.mark.parametrize("change", NUMBERS)
+def test_each_op_is_recomputed_with_its_own_numbers(change: Callable[[Tensor, int], Tensor]) -> None:
+    """Ops that differ only in a number have records of their own."""
+
+    def run_steps() -> list[np.ndarray]:
+        found = []
+        for step in range(12):
+            x = torch.linspace(-1, 1, 4096).requires_grad_()
+            y = x
+            for i in range(6):
+                y = change(y.sin().exp(), (step + i) % 3).to(torch.float32)
+            y.square().sum().backward()
+            assert x.grad is not None
+            found.append(x.grad.numpy().copy())
+        return found
+
+    expected = run_steps()
+    with rematerialize(other_bytes() + 11 * 2**14 + 100, heuristic="lru", max_recomputation=100) as session:
+        found = run_steps()
+    assert session.recomputed_ops > 0
+    assert all(map(np.array_equal, found, expected))
 
 
 def bounded() -> list[tuple[Any, tuple[Any, ...]]]:
@@ -348,8 +373,8 @@ def test_size_bounds_are_not_below_output_sizes(number: int) -> None:
     function, args = bounded()[number]
     made_bytes = sum(t.nbytes for t in iterate_tensors(function(*args)))
     budget = other_bytes() + 10**8
-    with rematerialize(budget) as session:
-        warm_up(session)
+    with rematerialize(budget):
+        warm_up()
         ballast = torch.empty(budget - other_bytes() - made_bytes + 1, dtype=torch.uint8)
         with pytest.raises(BudgetError):
             function(*args)
@@ -385,17 +410,13 @@ def of_more() -> list[tuple[Callable[[], object], Callable[[], object]]]:
     ]
 
 
-@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("number", range(len(of_more())))
-def test_an_op_is_not_taken_for_one_that_makes_less(number: int, *, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_op_is_not_taken_for_one_that_makes_less(number: int) -> None:
     one, other = of_more()[number]
     made_bytes = sum(t.untyped_storage().nbytes() for t in iterate_tensors(other()))
     budget = other_bytes() + 10**8
-    if not native:
-        monkeypatch.setattr(NativeRecording, "is_available", lambda: False)
-    with rematerialize(budget) as session:
-        if native:
-            warm_up(session)
+    with rematerialize(budget):
+        warm_up()
         one()
         ballast = torch.empty(budget - other_bytes() - made_bytes + 1, dtype=torch.uint8)
         with pytest.raises(BudgetError):
@@ -421,7 +442,7 @@ def of_sizes(sizes: Tensor) -> Tensor:
 def test_unforeseen_output_sizes_count_and_trigger_eviction() -> None:
     budget = other_bytes() + 10**8
     with rematerialize(budget) as session:
-        warm_up(session)
+        warm_up()
         of_sizes(torch.tensor([10]))
         saved = torch.ones(1_000_000, requires_grad=True).exp().sum()
         ballast = torch.empty(budget - other_bytes() - 1000, dtype=torch.uint8)
@@ -449,3 +470,18 @@ def test_a_tensor_for_results_that_grows_is_recomputed_with_them() -> None:
             assert torch.equal(step(), expected)
             model.zero_grad()
     assert session.evictions > 0
+
+
+def test_without_a_compiler_one_error_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    monkeypatch.setattr(library, "_LOADER", library._Loader())
+    with pytest.raises(PlannerError, match=r"needs a C\+\+ compiler: .*/nowhere/g\+\+.*install.*planner\.compile"):
+        rematerialize("1GB")
+
+
+def test_waiting_for_the_compiler_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_recording, "is_being_compiled", lambda: True)
+    with lines_of("planner") as logged:
+        rematerialize("1GB")
+    assert logged[0] == "compile: compiling the C++ library, once on this machine"

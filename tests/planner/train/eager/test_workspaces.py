@@ -5,7 +5,6 @@ import torch
 
 from planner.runtime.allocator import measure_memory_rise, record_cpu_allocations
 from planner.torch_private.core import profiler_enabled
-from planner.train.eager.native_recording import NativeRecording
 from planner.train.eager.session import Rematerialization, rematerialize
 from planner.train.eager.sizes import KnownOp
 from tests.support.eager.device_costs import Costs, measure_by
@@ -34,10 +33,10 @@ def test_room_is_made_for_workspaces_once_they_are_known(model: torch.nn.Module,
         (model(x).sum()).backward()
         model.zero_grad()
         (model(x).sum()).backward()
-        known = [op for op in session.debug.recorder.sizes.recent.values() if op.out_bytes == output_bytes]
+        known = [op for op in session.debug.sizes.recent.values() if op.out_bytes == output_bytes]
         assert known and all(op.workspace_bytes == 2 * output_bytes and op.seconds == 1.0 for op in known)
         # The peak counts outputs and workspaces of the op that runs.
-        assert session.peak_bytes >= session.debug.recorder.memory.live_bytes + 3 * output_bytes
+        assert session.peak_bytes >= session.debug.memory.live_bytes + 3 * output_bytes
 
 
 def test_a_budget_holds_with_workspaces(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,13 +63,8 @@ class Selecting(torch.nn.Module):
 
 
 @pytest.mark.parametrize("layer", [torch.nn.Tanh, Selecting])
-@pytest.mark.parametrize("native", [True, False])
-def test_what_kernels_on_the_cpu_take_is_in_the_budget(
-    native: bool, layer: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_kernels_on_the_cpu_take_is_in_the_budget(layer: type[torch.nn.Module]) -> None:
     """Convolutions copy their inputs and outputs."""
-    if not native:
-        monkeypatch.setattr(NativeRecording, "is_available", lambda: False)
     torch.manual_seed(0)
     layers = [torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3, padding=1), layer()) for _ in range(6)]
     model, x = torch.nn.Sequential(*layers), torch.randn(16, 8, 32, 32)

@@ -49,7 +49,6 @@ from planner.studies.baselines import build_checkpoint_blocks, copy_code
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value, order_by
 from planner.studies.tables import Column
-from planner.train.compile.improvement import set_times
 from solvers.bounds import bound_least_budget
 from solvers.order.peak import keep_everything_peak_bytes
 
@@ -215,11 +214,10 @@ def compare_with_predicted(executor: Executor, batch: Batch, *, turns: int) -> f
     ratios = []
     take = partial(turn_times, {"executor": executor}, batch, parameters=list(executor.training_step.parameters()))
     for _ in range(turns):
-        timer = OpTimer(executor, steps=_TIMED)
+        timer = OpTimer(executor, steps=_TIMED - 1)
         while not timer.done:
             take(repeats=1, warm_up=False)
-        times_s = {executor.graph.ops[op].name: seconds for op, seconds in timer.compute_times_s().items()}
-        predicted = simulate(set_times(executor.graph, times_s, timer.compute_host_scale()), executor.schedule)
+        predicted = simulate(timer.correct_costs(executor.graph), executor.schedule)
         ratios.append(compute_typical(take(repeats=_TIMED, warm_up=False)["executor"], executor.device) / predicted.step_s)
     return median(ratios)
 

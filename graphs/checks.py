@@ -24,6 +24,7 @@ def check_graph(graph: "Graph") -> None:
     Raises:
         GraphError: names the part, its value, and what would be valid.
     """
+    _check_seconds("the graph", "time around its ops", graph.around_s)
     _check_pools(graph)
     _check_tensors(graph)
     _check_ops(graph)
@@ -102,6 +103,11 @@ def _check_tensors(graph: "Graph") -> None:
             raise GraphError(f"{where} is in the pool {tensor.pool!r}: the graph has {', '.join(map(repr, sorted(pools)))}")
 
 
+def _check_seconds(where: str, what: str, seconds: float) -> None:
+    if not math.isfinite(seconds) or seconds < 0:
+        raise GraphError(f"{where} has {what} {seconds!r}: times are finite seconds, 0 or more")
+
+
 def _check_ops(graph: "Graph") -> None:
     if not graph.ops:
         raise GraphError("the graph has no ops")
@@ -117,9 +123,8 @@ def _check_ops(graph: "Graph") -> None:
         if op.name in names:
             raise GraphError(f"{where} appears twice: names must be unique")
         names.add(op.name)
-        for what, seconds in (("time", op.time_s), ("host time", op.host_s)):
-            if not math.isfinite(seconds) or seconds < 0:
-                raise GraphError(f"{where} has {what} {seconds!r}: times are finite seconds, 0 or more")
+        _check_seconds(where, "time", op.time_s)
+        _check_seconds(where, "host time", op.host_s)
         if not isinstance(op.workspace_bytes, int) or op.workspace_bytes < 0:
             raise GraphError(f"{where} has workspace {op.workspace_bytes!r}: sizes are whole bytes, 0 or more")
         _check_amounts(where, "uses", op.uses)

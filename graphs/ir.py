@@ -179,6 +179,7 @@ class Graph:
         pools: the memory pools, the device's first.
         limits: pairs of a resource name and the amount that the executed ops may use of it, each op counted once; other resources
             are unlimited.
+        around_s: seconds that the host takes for a step besides its ops, whatever the schedule; 0 if that is not known.
 
     Raises:
         GraphError: the parts do not describe a training step.
@@ -190,6 +191,7 @@ class Graph:
     provenance: Mapping[str, object] = field(default_factory=dict)
     pools: tuple[Pool, ...] = (_DEVICE_POOL,)
     limits: tuple[tuple[str, float], ...] = ()
+    around_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_graph(self)
@@ -268,6 +270,11 @@ class Graph:
     def time_s(self) -> float:
         """Seconds of the program's ops, each executed once, one after the other."""
         return math.fsum(op.time_s for op in self.program)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step that keeps everything: `time_s`, and what the host takes around the ops."""
+        return self.time_s + self.around_s
 
     @cached_property
     def compute_s(self) -> float:

@@ -8,7 +8,7 @@ that is in memory already counts twice while its op runs; an output takes the me
 input; the workspace of a transfer is in memory until the computation waits for it. Memory is that of tensors; what an allocator
 reserves beyond them is in ``graphs.allocators``.
 
-Known weakness: the time of the host is not modelled. A step that waits for its launches takes longer than its ops.
+Known weakness: `time_s`, which is minimized, does not know the host; `step_s` does.
 """
 
 import math
@@ -29,7 +29,8 @@ class Simulation:
     Attributes:
         peak_bytes: most memory held on the device at any step, including static memory.
         time_s: seconds until the last stream is done; with one stream, the sum over all executions.
-        step_s: the same if no op starts before the host has issued it; `time_s` if it is not known how long that takes.
+        step_s: the same if no op starts before the host has issued it, and with what it takes around the ops; `time_s` if neither
+            is known.
         peak_step: index of the first step that reaches the peak.
         recomputed: number of executions beyond the first of each op.
         pool_memory_bytes: for each of ``Graph.pools``, the device's first, the memory during (Compute) or after (Free) each step.
@@ -89,7 +90,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     return Simulation(
         peak_bytes=peak,
         time_s=max(clocks_s),
-        step_s=max(issued_s),
+        step_s=max(issued_s) + graph.around_s,
         peak_step=memory.index(peak),
         recomputed=len(judge.computed) - len(set(judge.computed)),
         pool_memory_bytes=tuple(tuple(pool.at_step_bytes) for pool in judge.memories),

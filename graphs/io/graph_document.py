@@ -78,6 +78,7 @@ class _Graph(Struct, forbid_unknown_fields=True, kw_only=True):
     ops: tuple[_Op, ...]
     kept: _Ids
     limits: _Amounts = ()
+    around_s: Finite = 0.0
 
 
 def convert_to_dict(graph: Graph) -> dict[str, object]:
@@ -96,6 +97,7 @@ def convert_to_dict(graph: Graph) -> dict[str, object]:
             ops=tuple(build_struct(op, _Op) for op in graph.ops),
             kept=tuple(sorted(graph.kept)),
             limits=graph.limits,
+            around_s=graph.around_s,
         )
     )
 
@@ -123,6 +125,7 @@ def build_from_dict(data: Mapping[str, object], *, source: str = "graph") -> Gra
             provenance=provenance,
             pools=(Pool(DEVICE, COMPUTE), *(Pool(**list_arguments(pool)) for pool in read.pools)),
             limits=read.limits,
+            around_s=read.around_s,
         )
     except GraphError as error:
         raise GraphError(f"{source}: {error}") from None

@@ -26,7 +26,7 @@ def remove_options(graph: Graph) -> Graph:
         tensors.append(replace(t, producers=made) if made or t.static else replace(t, producers=(), size_bytes=0, pool=DEVICE))
     transfers = find_transfers(graph)
     ops = tuple(replace(op, stream=COMPUTE) if op.id in transfers else op for op in graph.program)
-    program = Graph(ops, tuple(tensors[:count]), graph.kept, graph.provenance)
+    program = replace(graph, ops=ops, tensors=tuple(tensors[:count]), pools=graph.pools[:1], limits=())
     check_plain(program)
     return program
 

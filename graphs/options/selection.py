@@ -38,7 +38,7 @@ def keep_traced(graph: Graph, names: Collection[str]) -> Graph:
     if left := [name for name in list_traced_options(graph) if name in names]:
         provenance[TRACED] = left
     kept = remove_ops(graph, lambda op: get_option_name(op) in dropped)
-    return Graph(kept.ops, kept.tensors, kept.kept, provenance, kept.pools)
+    return replace(kept, provenance=provenance, limits=())
 
 
 def list_exact_ops(graph: Graph) -> list[str]:
@@ -87,7 +87,7 @@ def remove_ops(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
         for i, op in enumerate(ops)
     )
     kept = frozenset(new_tensor[t] for t in graph.kept)
-    return Graph(tuple(renamed), tuple(tensors), kept, graph.provenance, graph.pools, graph.limits)
+    return replace(graph, ops=tuple(renamed), tensors=tuple(tensors), kept=kept)
 
 
 class PartOf:

@@ -8,19 +8,22 @@ the time to launch them.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 
+from graphs.ir import Graph
 from planner.measure.timing import compute_typical
 from planner.memory.reserved import needs_libraries
 from planner.runtime.allocator import MemoryRise, measure_memory_rise
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries
-from planner.torch_private.core import profiler_enabled
+from planner.torch_private.core import at_end_of_backward, profiler_enabled
 
 T = TypeVar("T")
 _Mark = float | torch.cuda.Event
@@ -39,18 +42,43 @@ class _Marks:
 
     def record(self, op: int) -> None:
         """Record that an op has ended."""
-        if self._device.type == "cuda":
-            mark: _Mark = torch.cuda.Event(enable_timing=True)
-            mark.record(torch.cuda.current_stream(self._device))  # type: ignore[union-attr]  # of the model's device
-        else:
-            mark = time.perf_counter()
-        self.passes[-1].append((op, mark))
+        self.passes[-1].append((op, self.make()))
+
+    def make(self) -> _Mark:
+        """Return the present time on the model's device."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
+
+@dataclass(slots=True)
+class _TimedStep:
+    """The times of a step.
+
+    Attributes:
+        passes: for each pass, its first and its last mark.
+        host_s: seconds of both by the host's clock.
+        around_s: seconds of the host before and after each of them.
+    """
+
+    passes: list[tuple[_Mark, _Mark]] = field(default_factory=list)
+    host_s: float = 0.0
+    around_s: float = 0.0
+
+    @property
+    def passes_s(self) -> float:
+        """Seconds of both passes."""
+        return math.fsum(_compute_seconds(*ends) for ends in self.passes)
 
 
 class OpTimer:
     """A timer of the ops of an executor in its next steps, without synchronizing the device; then the executor is restored.
 
-    If the graph has host times, one more step follows without marks between ops, for the host's time of both passes.
+    One more step follows without marks between ops, each of which takes a microsecond. The time of the passes, that of the host
+    in them, and that around them are those of the fastest step. Known weaknesses: what autograd takes until it reaches the step
+    is not seen, and what follows the step in a backward pass counts as its own.
 
     Attributes:
         done: True once all steps have been timed.
@@ -61,31 +89,33 @@ class OpTimer:
         self._executor, self._device, self._left = executor, executor.device, steps
         self._marks = _Marks(executor.device)
         self._most_passes = 4 * steps  # some forward passes have no backward pass
-        self._marks_ops, self._host_s = True, 0.0
+        self._step: _TimedStep | None = None  # since its forward pass
+        self._steps: list[_TimedStep] = []
         executor.observe(self, self._marks.record)
 
     def compute_times_s(self) -> dict[int, float]:
         """Return the typical seconds of each op, which sum to those of the passes."""
         found: dict[int, list[float]] = {}
-        totals: dict[tuple[int, ...], list[float]] = {}  # of passes, by their ops
         for marks in self._marks.passes:
-            seconds = [_compute_seconds(before, after) for (_, before), (_, after) in pairwise(marks)]
-            ops = tuple(op for op, _ in marks[1:])
-            totals.setdefault(ops, []).append(math.fsum(seconds))
-            for op, each in zip(ops, seconds, strict=True):
-                found.setdefault(op, []).append(each)
+            for (_, before), (op, after) in pairwise(marks):
+                found.setdefault(op, []).append(_compute_seconds(before, after))
         times_s = {op: compute_typical(seconds, self._device) for op, seconds in found.items()}
         # An op is at its fastest in one step and another op in another: no pass is as fast as all at their fastest.
-        sum_s = math.fsum(times_s[op] for ops in totals for op in ops)
-        passes_s = math.fsum(compute_typical(seconds, self._device) for seconds in totals.values())
-        scale = passes_s / sum_s if sum_s > 0 else 1.0
+        sum_s = math.fsum(times_s.get(op, 0.0) for op in self._executor.schedule.computed)
+        scale = self._find_fastest().passes_s / sum_s if self._steps and sum_s else 1.0
         return {op: seconds * scale for op, seconds in times_s.items()}
 
-    def compute_host_scale(self) -> float:
-        """Return the host's time of both passes as a multiple of what the ops' host times sum to; 1 if it was not measured."""
-        ops = self._executor.graph.ops
-        known_s = math.fsum(ops[op].host_s for op in self._executor.schedule.computed)
-        return self._host_s / known_s if self._host_s and known_s else 1.0
+    def correct_costs(self, graph: Graph) -> Graph:
+        """Return `graph` with the measured times; those of ops that were not executed are scaled by the same factor."""
+        if not self._steps:
+            return graph
+        ran, fastest = self._executor, self._find_fastest()
+        times_s = {ran.graph.ops[op].name: seconds for op, seconds in self.compute_times_s().items()}
+        host_s = math.fsum(ran.graph.ops[op].host_s for op in ran.schedule.computed)
+        return set_times(graph, times_s, host_scale=fastest.host_s / host_s if host_s else 1.0, around_s=fastest.around_s)
+
+    def _find_fastest(self) -> _TimedStep:
+        return min(self._steps, key=lambda step: step.passes_s + step.around_s)
 
     def stop(self) -> None:
         """Time no more steps."""
@@ -93,41 +123,60 @@ class OpTimer:
 
     def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
         """Run the forward pass, timed."""
-        if not self._marks_ops:
-            self._host_s = 0.0
-            return self._time_host(lambda: run(static))
-        self._begin()
-        return run(static)
+        self._step = _TimedStep()
+        return self._time(self._step, lambda: run(static))
 
     def run_backward(self, run: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
         """Run the backward pass, timed."""
-        if not self._marks_ops:
-            self.stop()
-            self.done = True
-            return self._time_host(lambda: run(static, saved))
-        self._begin()
-        gradients = run(static, saved)
-        self._left -= 1
-        if self._left == 0:
-            self.stop()
-            self.done = not self._executor.graph.has_host_times
-            if not self.done:
-                self._marks_ops = False
-                self._executor.observe(self)
+        step, self._step = self._step, None
+        if step is None:  # its forward pass was another step's, or it runs twice
+            return run(static, saved)
+        step.around_s += self._executor.left_s
+        gradients = self._time(step, lambda: run(static, saved))
+        at_end_of_backward(partial(self._end_step, step))
         return gradients
 
-    def _time_host(self, run: Callable[[], T]) -> T:
-        start = time.perf_counter()
+    def _time(self, step: _TimedStep, run: Callable[[], T]) -> T:
+        if self._left:
+            self._begin_marks()
+        start_s, first = time.perf_counter(), self._marks.make()
         returned = run()
-        self._host_s += time.perf_counter() - start
+        step.passes.append((first, self._marks.make()))
+        end_s = time.perf_counter()
+        step.host_s += end_s - start_s
+        step.around_s += start_s - self._executor.entered_s - end_s  # until the step is left, which is added then
         return returned
 
-    def _begin(self) -> None:
+    def _begin_marks(self) -> None:
         if len(self._marks.passes) == self._most_passes:
             self.stop()
             self.done = True
         self._marks.passes.append([])
         self._marks.record(-1)
+
+    def _end_step(self, step: _TimedStep) -> None:
+        step.around_s += time.perf_counter()
+        self._steps.append(step)
+        self._left -= 1
+        if self._left <= 0:
+            self.stop()
+            self.done |= self._left < 0
+        if self._left == 0 and not self.done:
+            self._executor.observe(self)
+
+
+def set_times(graph: Graph, times_s: Mapping[str, float], *, host_scale: float = 1.0, around_s: float | None = None) -> Graph:
+    """Return `graph` with `times_s` by op name; times of ops that were not executed are scaled by the same factor.
+
+    Args:
+        host_scale: factor of all host times.
+        around_s: ``Graph.around_s``; None to keep it.
+    """
+    known_s = math.fsum(op.time_s for op in graph.ops if op.name in times_s)
+    scale = math.fsum(times_s.values()) / known_s if known_s > 0 else 1.0
+    ops = tuple(replace(op, time_s=times_s.get(op.name, op.time_s * scale), host_s=op.host_s * host_scale) for op in graph.ops)
+    provenance = {**graph.provenance, "times": "measured in training steps"}
+    return replace(graph, ops=ops, provenance=provenance, around_s=graph.around_s if around_s is None else around_s)
 
 
 def _compute_seconds(before: _Mark, after: _Mark) -> float:

@@ -220,7 +220,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
         predicted_pools_bytes={pool: peak for pool, peak in plan.pool_peaks_bytes.items() if pool != HOST},
         measured_pools_bytes={pool: peak for pool, peak in peaks.items() if pool != HOST},
         measured_host_bytes=peaks.get(HOST),
-        predicted_time_s=plan.time_s,
+        predicted_time_s=plan.predicted_s,
         measured_time_s=median(times[_PLANNED]),
         predicted_ratio=1 + plan.overhead,
         timeline=memory.timeline,

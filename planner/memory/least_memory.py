@@ -46,7 +46,7 @@ def solve_least_memory(
         A result whose budget is the peak of a schedule within the price; its settings have ``max_overhead`` and
         ``least_budget_proved_bytes``, below which a schedule within the price was proved not to exist (in this order).
     """
-    limit_s = graph.time_s * (1 + max_overhead) * (1 + _ROUNDING)
+    limit_s = (graph.time_s + max_overhead * graph.step_s) * (1 + _ROUNDING)
     best = keep_everything(remove_options(graph))
     simulation = simulate(graph, best)
     best_s, high_bytes = simulation.time_s, simulation.peak_bytes

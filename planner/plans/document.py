@@ -54,6 +54,7 @@ class _SummaryDocument(Struct, forbid_unknown_fields=True):
     optional_ops: Natural = 0
     optional_tensors: Natural = 0
     step_s: Seconds | None = None
+    around_s: Seconds = 0.0
 
 
 class _DifferenceDocument(Struct, forbid_unknown_fields=True):

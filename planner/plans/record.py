@@ -37,7 +37,8 @@ class GraphSummary:
         time_s: seconds of the step without recomputation.
         provenance: ``Graph.provenance``.
         optional_ops, optional_tensors: number of ops and tensors besides the program's.
-        step_s: `time_s` with the times in which the host issues ops; None if these are not known.
+        step_s: `time_s` with the host's times, to issue ops and around them; None if these are not known.
+        around_s: ``Graph.around_s``.
     """
 
     fingerprint: str
@@ -50,11 +51,24 @@ class GraphSummary:
     optional_ops: int = 0
     optional_tensors: int = 0
     step_s: float | None = None
+    around_s: float = 0.0
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted seconds of a step without recomputation: `time_s` if nothing is known of the host."""
+        return self.time_s if self.step_s is None else self.step_s
+
+    def compute_overhead(self, time_s: float | None) -> float | None:
+        """Return the time of a schedule, or a bound on it, as an overhead over no recomputation; None if it is unknown."""
+        if time_s is None:
+            return None
+        step_s = self.time_s + self.around_s
+        return (time_s - self.time_s) / step_s if step_s else 0.0
 
     @property
     def host_bound(self) -> str:
         """The time that the host adds to a step without recomputation, in words; "" if it is next to nothing, or not known."""
-        return _describe_host_bound(self.time_s, self.step_s)
+        return _describe_host_bound(self.time_s, self.predicted_s, self.around_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +96,7 @@ class PlanRecord:
         reserved: predicted memory that PyTorch reserves for the plan on CUDA; None on the CPU.
         gradient_error: predicted error for lossy options: the root of the gradients' variance over their squared norm; else None.
         ended: why a solve ended with a gap above the tolerance; None for others, and if that is not known.
-        step_s: `time_s` with the times in which the host issues ops; None if these are not known. Bounds and gaps are of
+        step_s: `time_s` with the host's times, to issue ops and around them; None if these are not known. Bounds and gaps are of
             `time_s`.
         source: the graph itself, if it is in memory; not part of files, of pickles and of comparisons.
     """
@@ -165,7 +179,7 @@ class PlanRecord:
     @property
     def host_bound(self) -> str:
         """The time that the host adds to the predicted one, in words; "" if it is next to nothing, or not known."""
-        return _describe_host_bound(self.time_s, self.step_s)
+        return _describe_host_bound(self.time_s, self.predicted_s, self.graph.around_s)
 
     @property
     def arena(self) -> str:
@@ -192,7 +206,7 @@ class PlanRecord:
 
     def _step_time(self) -> str:
         """Return the predicted overhead over keeping everything as text, with the measured one over eager PyTorch if known."""
-        predicted = f"predicted {describe_slower('keeping everything', self.step_overhead)}"
+        predicted = f"predicted {describe_slower('keeping everything', self.overhead)}"
         measured = "" if self.eager is None else self.eager.slowdown
         return f"measured {measured} ({predicted})" if measured else predicted
 
@@ -263,23 +277,27 @@ class PlanRecord:
         return sum(op >= self.graph.ops for op in self.schedule.computed)
 
     @property
-    def overhead(self) -> float:
-        """Predicted time of recomputation as a fraction of the step without any."""
-        return self.time_s / self.graph.time_s - 1 if self.graph.time_s else 0.0
+    def predicted_s(self) -> float:
+        """Predicted seconds of a step: `time_s` if nothing is known of the host."""
+        return self.time_s if self.step_s is None else self.step_s
 
     @property
-    def step_overhead(self) -> float:
-        """The predicted overhead with the times in which the host issues ops, `overhead` if these are not known."""
-        if self.step_s is None or not self.graph.step_s:
-            return self.overhead
-        return self.step_s / self.graph.step_s - 1
+    def step_bound_s(self) -> float | None:
+        """`bound_s` with what the host takes around the ops, whatever the schedule."""
+        return None if self.bound_s is None else self.bound_s + self.graph.around_s
+
+    @property
+    def overhead(self) -> float:
+        """Predicted time of recomputation as a fraction of the step without any."""
+        return self.predicted_s / self.graph.predicted_s - 1 if self.graph.predicted_s else 0.0
 
 
-def _describe_host_bound(time_s: float, step_s: float | None) -> str:
-    """Return in words by how much a step takes longer than its kernels, `time_s`, because the host issues them too slowly."""
-    if step_s is None or step_s <= time_s * (1 + _HOST_SHARE):
+def _describe_host_bound(time_s: float, step_s: float, around_s: float) -> str:
+    """Return in words by how much a step takes longer than its kernels, `time_s`, because of the host."""
+    if step_s <= time_s * (1 + _HOST_SHARE):
         return ""
-    return (
-        f"kernels take {format_seconds(time_s)}, but the host needs {format_seconds(step_s)} to issue them: cuda_graph=True "
-        "issues all at once, a larger batch gives each more to do"
-    )
+    way_out = "a larger batch gives each more to do"
+    if step_s > time_s + around_s:
+        way_out = f"cuda_graph=True issues all at once, {way_out}"
+    around = f", {format_seconds(around_s)} of it around them" if around_s else ""
+    return f"kernels take {format_seconds(time_s)}, but with the host a step takes {format_seconds(step_s)}{around}: {way_out}"

@@ -29,6 +29,7 @@ def summarize(graph: Graph) -> GraphSummary:
         optional_ops=len(graph.ops) - len(program.ops),
         optional_tensors=len(graph.tensors) - len(program.tensors),
         step_s=get_step_time(graph, whole),
+        around_s=graph.around_s,
     )
 
 
@@ -51,8 +52,8 @@ def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
 
 
 def get_step_time(graph: Graph, simulation: Simulation) -> float | None:
-    """Return the seconds of a step with the times in which the host issues ops; None if these are not known."""
-    return simulation.step_s if graph.has_host_times else None
+    """Return the seconds of a step with the host's times; None if these are not known."""
+    return simulation.step_s if graph.has_host_times or graph.around_s else None
 
 
 def get_other_peaks(graph: Graph, simulation: Simulation) -> dict[str, int]:

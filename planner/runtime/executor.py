@@ -79,6 +79,7 @@ class Executor:
         check_writes: True to detect writes to saved tensors that autograd does not see.
         accumulates: True if gradients are added to those of earlier steps.
         arena: the arena that the passes run in; None for PyTorch's allocator.
+        entered_s, left_s: by the host's clock, when a call or a backward pass last began, and when the call returned.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Executor:
         self._recorded: Code | None = None
         self.earlier_gradients = EarlierGradients(capture.graph, schedule)
         self.check_writes = self._trains = False
+        self.entered_s = self.left_s = 0.0
         self._guards = capture.guards
         self._conditions = capture.conditions
         self._device_type = device.type
@@ -238,14 +240,17 @@ class Executor:
         """
         if not torch.is_grad_enabled():
             return self.evaluate(*args, **kwargs)
+        self.entered_s = time.perf_counter()
         leaves = self.check(*args, **kwargs)
         try:
-            return self.run(leaves)
+            results = self.run(leaves)
         except RuntimeError as error:  # which has undone the step
             if UNLIKELY_DRAW not in str(error):
                 raise
             warn_caller(f"this step ran by eager PyTorch, which may take more than the budget: {first_line(error)}")
-        return self.evaluate(*args, **kwargs)
+            return self.evaluate(*args, **kwargs)
+        self.left_s = time.perf_counter()
+        return results
 
     def evaluate(self, *args: object, **kwargs: object) -> Any:
         """Return the step's result by eager PyTorch, without saved tensors."""
@@ -470,6 +475,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, tangent: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         executor: Executor = ctx.executor
+        executor.entered_s = time.perf_counter()
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "gradients of a planned step have no graph, and create_graph=True asks for one: compute what needs gradients of "

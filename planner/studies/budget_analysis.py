@@ -22,6 +22,7 @@ from planner.memory.reserved import (
     predict_eager_memory,
     predict_eager_reserved_bytes,
 )
+from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import build_option_settings
@@ -136,7 +137,7 @@ class _Analysis:
 
     def get_price(self, budget_bytes: int) -> Price:
         """Return the known overhead at a budget."""
-        return _get_price(self.known, budget_bytes, self.summary.time_s)
+        return _get_price(self.known, budget_bytes, self.summary)
 
     def try_options(
         self, names: Sequence[str], budget_bytes: int, link: str | float | None, host_budget: str | int | None
@@ -158,7 +159,7 @@ class _Analysis:
             return OptionAdvice(name, 0, True, self.least.proved_bytes, self.least.found_bytes, alone)
         known, least = self._find_least(graph, clock.start_part(_OPTION_LEAST * clock.limit))
         _solve(known, budget_bytes, clock.start_part(max(0.1, measure_rest(clock))), self.should_stop)
-        price = _get_price(known, budget_bytes, self.summary.time_s)
+        price = _get_price(known, budget_bytes, self.summary)
         if price.overhead is None or (alone.overhead is not None and alone.overhead < price.overhead):
             # A schedule without an option is valid with it.
             price = replace(price, overhead=alone.overhead, reserved_bytes=alone.reserved_bytes)
@@ -182,9 +183,9 @@ def _solve(known: Frontier, budget_bytes: int, clock: Clock, should_stop: Callab
     known.learn(solve_in_order(*asked, tolerance=_TOLERANCE, must_stop=should_stop), place)
 
 
-def _get_price(known: Frontier, budget_bytes: int, base_s: float) -> Price:
+def _get_price(known: Frontier, budget_bytes: int, summary: GraphSummary) -> Price:
     point = known.get_point(budget_bytes, None)
-    overhead, bound = (None if s is None else s / base_s - 1 if base_s else 0.0 for s in (point.time_s, point.bound_s))
+    overhead, bound = map(summary.compute_overhead, (point.time_s, point.bound_s))
     return Price(budget_bytes, overhead, bound, point.reserved_bytes)
 
 

@@ -113,9 +113,7 @@ class Curve:
 
     def overhead(self, time_s: float | None) -> float | None:
         """Return `time_s` as an overhead over the step without recomputation; None if it is unknown."""
-        if time_s is None:
-            return None
-        return time_s / self.graph.time_s - 1 if self.graph.time_s else 0.0
+        return self.graph.compute_overhead(time_s)
 
     @property
     def rows(self) -> tuple[CurveRow, ...]:

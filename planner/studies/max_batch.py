@@ -164,7 +164,7 @@ class _SizeSearch:
         """Return True if `method` has a schedule of `graph` within the budget and the overhead."""
         self.tell(activity)
         max_overhead = self.wanted.max_overhead
-        cap_s = math.inf if max_overhead is None else graph.time_s * (1 + max_overhead)
+        cap_s = math.inf if max_overhead is None else graph.time_s + max_overhead * graph.step_s
         decision = StopWhenDecided(cap_s, self.should_stop)
         tolerance, stop = _ANY_GAP if max_overhead is None else _CLOSE_GAP, decision.is_reached
         result = self.solve(method, graph, limit_s, tolerance=tolerance, on_progress=decision, should_stop=stop)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.ir import Graph, Kind, Op, Tensor
+from graphs.ir import Kind, Op, Tensor
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import compute_allocated_bytes, format_dtype
 from planner.capture.options.differences import describe_differing
@@ -120,7 +120,7 @@ class Additions:
             tensors[t] = replace(tensors[t], producers=(*tensors[t].producers, *producers))
         return replace(
             self.capture,
-            graph=Graph((*graph.ops, *self._ops), tuple(tensors), graph.kept, graph.provenance, graph.pools),
+            graph=replace(graph, ops=(*graph.ops, *self._ops), tensors=tuple(tensors)),
             program=replace(program, calls=(*program.calls, *self._calls)),
             nodes=(*self.capture.nodes, *self._nodes),
         )

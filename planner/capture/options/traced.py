@@ -55,9 +55,8 @@ def add_traced(capture: Capture, names: Sequence[str]) -> Capture:
             raise UsageError(reason)
     for option in wanted:
         capture = option.apply(capture)
-    graph = capture.graph
-    provenance = {**graph.provenance, TRACED: [option.name for option in wanted]}
-    return replace(capture, graph=Graph(graph.ops, graph.tensors, graph.kept, provenance, graph.pools))
+    provenance = {**capture.graph.provenance, TRACED: [option.name for option in wanted]}
+    return replace(capture, graph=replace(capture.graph, provenance=provenance))
 
 
 def remove_useless_ops(capture: Capture) -> Capture:
@@ -68,7 +67,7 @@ def remove_useless_ops(capture: Capture) -> Capture:
     names = sorted(capture.graph.ops[op].name for op in dropped)
     left = remove_ops(capture.graph, lambda op: op.id in dropped)
     provenance = {**left.provenance, LEFT_OUT: names}
-    return replace_graph(capture, Graph(left.ops, left.tensors, left.kept, provenance, left.pools))
+    return replace_graph(capture, replace(left, provenance=provenance))
 
 
 def restrict_to_recorded(capture: Capture, provenance: Mapping[str, object]) -> Capture:

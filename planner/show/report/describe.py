@@ -61,7 +61,7 @@ def plan_text(plan: Plan) -> str:
     share = (
         f", {format_ratio(plan.budget_bytes / eager)} of the {format_bytes(eager)} that eager PyTorch {needs}" if eager else ""
     )
-    time_s, ratio = format_seconds(plan.time_s), f"{1 + plan.overhead:.4f}"
+    time_s, ratio = format_seconds(plan.predicted_s), f"{1 + plan.overhead:.4f}"
     ending = f": {plan.ending}" if plan.ending else ""
     lines = [
         ("budget", f"{format_bytes(plan.budget_bytes)}{counted}{share}"),
@@ -79,7 +79,10 @@ def plan_text(plan: Plan) -> str:
         *(("may differ", escape_text(what)) for what in plan.differs),
         *([("lossy", escape_text(plan.lossy))] if plan.lossy else []),
         ("overhead", f"{100 * plan.overhead:z.2f}%, {plan.recomputed:,} ops recomputed{_format_copied(plan)}"),
-        ("bound", "unknown" if plan.bound_s is None else f"{format_seconds(plan.bound_s)}: {_bound_of(plan)}"),
+        (
+            "bound",
+            "unknown" if plan.step_bound_s is None else f"{format_seconds(plan.step_bound_s)}: {_bound_of(plan)}",
+        ),
         ("gap", "unknown" if plan.gap is None else f"{format_ratio(plan.gap)}{_format_tolerance(plan)}"),
         ("status", f"{plan.status}, by {escape_text(plan.solver)} in {plan.seconds:.2f} s{ending}"),
     ]

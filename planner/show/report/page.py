@@ -126,14 +126,14 @@ def _list_tiles(timeline: Timeline) -> list[Tile]:
     plan = timeline.plan
     reserved = [] if plan.reserved_bytes is None else [f"{format_bytes(plan.reserved_bytes)} reserved"]
     measured = [] if plan.measured_peak_bytes is None else [f"{format_bytes(plan.measured_peak_bytes)} measured"]
-    bound = "unknown" if plan.bound_s is None else f"+{format_ratio(_divide(plan.bound_s, plan.graph.time_s))}"
+    bound = "unknown" if plan.step_bound_s is None else f"+{format_ratio(_divide(plan.step_bound_s, plan.graph.predicted_s))}"
     gap = "unknown" if plan.gap is None else format_ratio(plan.gap)
     predicted = "modelled" if _is_modelled(timeline) else "predicted"
     return [
         (f"Budget, {plan.memory}", format_bytes(plan.budget_bytes), ""),
         ("Peak, predicted", format_bytes(plan.peak_bytes), ", ".join([*reserved, *measured])),
-        ("Keep everything", format_bytes(plan.graph.keep_everything_peak_bytes), format_seconds(plan.graph.time_s)),
-        (f"Step time, {predicted}", format_seconds(plan.time_s), plan.host_bound and f"host-bound: {plan.host_bound}"),
+        ("Keep everything", format_bytes(plan.graph.keep_everything_peak_bytes), format_seconds(plan.graph.predicted_s)),
+        (f"Step time, {predicted}", format_seconds(plan.predicted_s), plan.host_bound and f"host-bound: {plan.host_bound}"),
         (f"Overhead, {predicted}", f"+{format_ratio(plan.overhead)}", f"lower bound {bound}, gap {gap}"),
         *_build_eager_tile(plan.eager),
     ]

@@ -310,7 +310,7 @@ class SharedBudget:
     def _describe_plans(self, graphs: Sequence[PlannedGraph], runs: Sequence[PassStorages]) -> str:
         """Return the plans of the graphs of a step in one line."""
         plans = [(graph.captured.graph, graph.schedule) for graph in graphs]
-        time_s, base_s = sum(simulate(*plan).time_s for plan in plans), sum(summarize(graph).time_s for graph, _ in plans)
+        time_s, base_s = sum(simulate(*plan).step_s for plan in plans), sum(summarize(graph).predicted_s for graph, _ in plans)
         overhead = time_s / base_s - 1 if base_s else 0.0
         return describe_saved(
             compute_peak_bytes(plans, runs), _compute_eager_peak_bytes([graph for graph, _ in plans], runs), overhead, None

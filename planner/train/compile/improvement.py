@@ -15,7 +15,7 @@ and moves once it is there. Op times of the steps until then are not taken for c
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
@@ -43,7 +43,7 @@ from planner.train.distributed.ranks import SingleProcess
 from solvers.result import OPTIMAL_GAP, SOLVED, get_tolerance, is_within
 from solvers.tolerance import Tolerance
 
-_TIMED_STEPS = 3
+_TIMED_STEPS = 2  # and one more
 _GAIN = 0.002  # of the step: gain that a plan must have to be swapped in, during the solve and at its end
 _REPAID_STEPS = 10  # in which such a gain must repay the swap; later, in as many steps as have been trained
 _START_S = 0.5  # cost of the start of a process: a plan that took no longer is solved again between two steps, for as long
@@ -396,9 +396,7 @@ class Improvement:
         if timer is None or not timer.done or self._awaited is not None:
             return
         self._timer = None
-        ops = self._executor.graph.ops
-        times_s = {ops[op].name: seconds for op, seconds in timer.compute_times_s().items()}
-        self._captured = replace(self._captured, graph=set_times(self._captured.graph, times_s, timer.compute_host_scale()))
+        self._captured = replace(self._captured, graph=timer.correct_costs(self._captured.graph))
         self._end_solve()
         self._judge()
         self._is_solved = self._time_s <= self._offered.time_s
@@ -461,18 +459,6 @@ def describe_over_budget(plan: Plan, needed_bytes: int, budget_bytes: int) -> st
         f"{format_bytes(plan.predicted_bytes)} was predicted: some op takes memory that its profile did not show, a CUDA graph "
         "keeps segments that its tensors do not fill, or addresses in an arena leave gaps"
     )
-
-
-def set_times(graph: Graph, times_s: Mapping[str, float], host_scale: float = 1.0) -> Graph:
-    """Return `graph` with `times_s` by op name; times of ops that were not executed are scaled by the same factor.
-
-    Args:
-        host_scale: factor of all host times.
-    """
-    known_s = math.fsum(op.time_s for op in graph.ops if op.name in times_s)
-    scale = math.fsum(times_s.values()) / known_s if known_s > 0 else 1.0
-    ops = tuple(replace(op, time_s=times_s.get(op.name, op.time_s * scale), host_s=op.host_s * host_scale) for op in graph.ops)
-    return replace(graph, ops=ops, provenance={**graph.provenance, "times": "measured in training steps"})
 
 
 def set_arena(plan: Plan, arena: Arena | DeviceArena | None) -> Plan:

@@ -159,8 +159,8 @@ def test_views_follow_the_layout_of_what_they_are_of() -> None:
         torch.manual_seed(0)
         workload = Workload(FunctionModule(forward, linear=nn.Linear(6, 6)), lambda y, x: (y * x).sum(), (batches[0], batches[0]))
         captured = captured or capture(*workload)
-        executor = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
         with nullcontext() if native else use_python_passes():
+            executor = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
             outcomes.append([outcome(executor, workload._replace(batch=(x, x))) for x in (*batches, *batches)])
         assert isinstance(native_passes(executor)[0], NativePass) is native
     assert_equal(*outcomes)
@@ -232,9 +232,9 @@ def test_an_error_of_python_comes_through_as_it_is() -> None:
 
 def test_the_first_calls_run_in_python_until_the_library_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = wait_for_library()
-    executor, _, workload = failing()
     monkeypatch.setattr(library._LOADER, "library", None)
     monkeypatch.setattr(library._LOADER, "start", lambda: None)
+    executor, _, workload = failing()
     before = outcome(executor, workload)
     assert not isinstance(native_passes(executor)[0], NativePass)
     monkeypatch.setattr(library._LOADER, "library", loaded)

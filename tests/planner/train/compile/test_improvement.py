@@ -19,7 +19,7 @@ from graphs.errors import InfeasibleError, PlannerError
 from graphs.ir import Graph
 from graphs.simulate import simulate
 from graphs.synthetic.small import make_chain
-from planner.measure.observation import OpTimer, PeakWatch
+from planner.measure.observation import OpTimer, PeakWatch, set_times
 from planner.measure.steps import measure_outcome
 from planner.plans import background
 from planner.plans.background import BackgroundSolve, Ended, SolveJob, solve_here
@@ -36,7 +36,7 @@ from planner.settings.budget import Budget, Bytes
 from planner.settings.option_settings import apply_recorded_options
 from planner.settings.plan import PlanSettings, Wait
 from planner.train.compile import compare_eager, compiler, improvement
-from planner.train.compile.improvement import Improvement, is_rounded_alike, set_times
+from planner.train.compile.improvement import Improvement, is_rounded_alike
 from solvers.clock import WorkClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
 from solvers.result import compute_gap

@@ -68,13 +68,17 @@ from torch._dynamo.utils import (
     get_metrics_context as _metrics_context,
 )
 from torch._dynamo.variables import (
+    BackwardHookVariable,  # full backward hooks of a module, around a call
     BuiltinVariable,  # `@` between captured values
     ConstantVariable,  # a constant while code is captured
+    FunctoolsPartialVariable,  # a partial function that captured code makes
     GetAttrVariable,  # a method that is about to be called
     LazyVariableTracker,  # a value that the captured code has not used yet
     ListVariable,  # a list while code is captured
+    NestedUserFunctionVariable,  # a function that captured code defines
     OptimizerVariable,  # an optimizer, whose parameters become inputs
     RandomVariable,  # an object of Python's random.Random
+    RemovableHandleVariable,  # of a hook
     SkipFunctionVariable,  # a function that Dynamo does not capture
     StringFormatVariable,  # a text with values in it
     SymNodeVariable,  # a number that is a symbol
@@ -84,11 +88,13 @@ from torch._dynamo.variables import (
     UserDefinedClassVariable,  # a class while code is captured
     UserDefinedObjectVariable,  # an object that is carried along unchanged
     UserFunctionVariable,  # a function or method that is about to be called
+    UserMethodVariable,  # a method of an object
     VariableTracker,  # makes an answer for the captured code
     builtin as _builtin,
     misc as dynamo_misc,  # calls random functions
     user_defined as dynamo_user_defined,  # calls them too
 )
+from torch._dynamo.variables.base import ValueMutationNew  # of what captured code makes
 from torch._dynamo.variables.builder import (
     GraphArg,  # an input of the captured graph
     VariableBuilder,  # takes a user's value into the capture

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch._C import DispatchKey  # names the kernels of an operator that are removed or added
 from torch._C._profiler import _EventType  # tells allocations from ops
 from torch._dispatch.python import no_python_dispatcher  # ops are timed without the capture's dispatcher
@@ -201,6 +202,23 @@ def has_meta_kernel(op: object) -> bool:
     if "mkldnn" in op.name() or any(has_rule(op) for has_rule, _ in op_implementations_checks):
         return False
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta"))
+
+
+def list_full_backward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the full backward hooks that a call of `module` goes through."""
+    hooks: list[Callable[..., Any]] = module._get_backward_hooks()[0]
+    return hooks
+
+
+def list_backward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks before the backward pass that a call of `module` goes through."""
+    hooks: list[Callable[..., Any]] = module._get_backward_pre_hooks()
+    return hooks
+
+
+def is_in_backward_pass() -> bool:
+    """Return True if autograd runs a backward pass in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def list_hooks_with_gradient(tensor: torch.Tensor) -> dict[int, Callable[..., Any]]:

@@ -31,10 +31,6 @@ _ANSWERS: dict[str, str] = {
         "the step writes in place to a tensor that is neither a parameter, a buffer nor an input, which cannot be planned: make "
         "it a buffer (register_buffer)"
     ),
-    r"Module-level backwards hooks": (
-        "the model has hooks of modules on gradients (register_full_backward_hook), which cannot be captured: hook a tensor in "
-        "the forward pass (tensor.register_hook), or remove them"
-    ),
     r"torch/utils/hooks\.py.*RemovableHandle\.next_id": HOOK_REFUSAL,
     r"(?P<name>copy\.deepcopy\(\))|copy\.py.*in deepcopy\b" if not FOLLOWS_COPIES else r"(?!)": (
         f"the step cannot be captured as one graph: torch {torch.__version__} does not follow copy.deepcopy() ({{where}}): use "

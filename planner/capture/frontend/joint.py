@@ -51,6 +51,7 @@ from planner.capture.frontend.effects import (
 )
 from planner.capture.frontend.failures import build_failure, get_own_message
 from planner.capture.frontend.fake_execution import run_on_fakes
+from planner.capture.frontend.gradient_hooks import call_gradient_hooks
 from planner.capture.frontend.later_values import LaterValues, skip_metrics, take_values_later
 from planner.capture.frontend.module_hooks import follow_removed_hooks
 from planner.capture.frontend.preserved_state import make_first_call, preserve_state
@@ -64,7 +65,7 @@ from planner.capture.guards.python_random import forbid_python_random
 from planner.capture.guards.replaced_names import Frames, record_frames
 from planner.capture.rewrites.cuda_attention import capture_attention_as_on_cuda
 from planner.capture.rewrites.explicit_generators import get_explicit_generator, record_generators
-from planner.capture.rewrites.outputs import CHECKS, check_writes, drop_tangents_of_writes, find_tangents_of_writes
+from planner.capture.rewrites.outputs import EFFECTS, check_writes, drop_tangents_of_writes, find_tangents_of_writes
 from planner.capture.rewrites.sparse_products import decompose_sparse_matrices, hide_sparse_buffers
 from planner.capture.signature import Batch, list_leaves, split_arguments
 from planner.capture.step import TrainingStep
@@ -356,13 +357,17 @@ def _trace_with_later_values(
             aliased = dynamo.enter_context(allow_requires_grad_writes())
             write_data = write_data_in_place_where(lambda _: True, dynamo)
             drop_hooks = dynamo.enter_context(follow_removed_hooks())
-            dynamo.enter_context(call_at_end(later.end, drop_hooks, write_replaced_buffers, write_data))
+            hooks = dynamo.enter_context(call_gradient_hooks(later))
+            dynamo.enter_context(call_at_end(later.end, hooks.end, drop_hooks, write_replaced_buffers, write_data))
             dynamo.enter_context(ignore_cudnn_flags(find_device(step, batch)))
-            dynamo.enter_context(follow_distributions())
-            dynamo.enter_context(guard_missing_attributes())
-            dynamo.enter_context(read_optimizers())
-            dynamo.enter_context(read_numpy_floats())
-            dynamo.enter_context(read_generic_aliases())
+            for follow in (
+                follow_distributions,
+                guard_missing_attributes,
+                read_optimizers,
+                read_numpy_floats,
+                read_generic_aliases,
+            ):
+                dynamo.enter_context(follow())
             if values:
                 dynamo.enter_context(values.take())
             matrices = dynamo.enter_context(decompose_sparse_matrices())
@@ -381,8 +386,9 @@ def _trace_with_later_values(
         if not isinstance(values, DataBranches) and needs_values(module.graph):
             return None
         stack.enter_context(private.tracing(private.TracingContext(module.meta["fake_mode"])))
-        with keep_in_graphs(CHECKS), hide_sparse_buffers(module), keep_attributes(module), _restore_own_tensors(step):
+        with keep_in_graphs(EFFECTS), hide_sparse_buffers(module), keep_attributes(module), _restore_own_tensors(step):
             made = make(stack, module, args, kwargs)
+        hooks.attach(made, step, output.graph_capture_output.f_globals)
         private.forget_saved_values()
         with disable_current_modes():  # guards look at real tensors
             args, kwargs = split_arguments(batch)

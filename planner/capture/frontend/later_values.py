@@ -155,11 +155,13 @@ class LaterValues:
         inputs: names of numbers that are inputs of the step.
         calls: the calls that are made after the forward pass.
         stored: names of what these calls set.
+        called: where hooks are registered that the backward pass calls, since Dynamo does not follow them.
     """
 
     inputs: Collection[str] = ()
     calls: list[LaterCall] = field(default_factory=list)
     stored: set[str] = field(default_factory=set)
+    called: set[_Location] = field(default_factory=set)
     _read: dict[str, frozenset[str]] = field(default_factory=dict)  # all names of an object that is read later, by name
     _copied: set[_Location] = field(default_factory=set)  # where tensors are copied, since the step writes them afterwards
     _tried: set[_Location] = field(default_factory=set)  # where statements begin that are tried after the step
@@ -191,6 +193,21 @@ class LaterValues:
                 "step: log or append it, or compute it by a function (torchmetrics.functional)"
             )
         self._learn(self._needed, value.origins)
+        raise CaptureAgainError
+
+    @contextmanager
+    def refuse(self) -> Iterator[None]:
+        """Take no value later."""
+        with patch.object(self, "_refuses", True):
+            yield
+
+    def call_at(self, location: _Location) -> None:
+        """Begin again, with the hook that is registered there as one that the backward pass calls.
+
+        Raises:
+            CaptureAgainError: always.
+        """
+        self._learn(self.called, {location})
         raise CaptureAgainError
 
     def record(self, tx: Any, function: Callable[..., Any], args: Iterable[Any], kwargs: Any = None) -> LaterVariable:

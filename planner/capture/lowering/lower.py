@@ -29,8 +29,9 @@ from planner.capture.program.program import Argument, Call, OpCalls, Path, Progr
 from planner.capture.rewrites.batch_norms import find_ignored_inputs
 from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_recomputed
 from planner.capture.rewrites.explicit_generators import get_explicit_generator
+from planner.capture.rewrites.hook_calls import HOOK
 from planner.capture.rewrites.outputs import (
-    CHECKS,
+    EFFECTS,
     find_first_backward,
     find_operator,
     get_fake,
@@ -212,8 +213,8 @@ class _GraphLowering:
             self._add(node, phase, [], mutates=(self.statics.find(_get_node(node.args[0]).meta["desc"]),))
             return
         made = list(_iterate_storages(node.meta.get("val")))  # missing for ops that return nothing, before PyTorch 2.12
-        if called in CHECKS:
-            self._add(node, phase, [])
+        if called in EFFECTS:
+            self._add(node, phase, made)
             return
         if not made or any(isinstance(size, torch.SymInt) for _, t in made for size in t.shape):
             raise TraceError(
@@ -279,7 +280,7 @@ class _GraphLowering:
             self.owner[get_storage(value)] = tensor
             results.append((tensor, path))
             self._bind(node, path, tensor)
-        once = generator is not None or node.target in CHECKS or is_chosen_by_timing(str(node.target), self.statics.device)
+        once = generator is not None or node.target in EFFECTS or is_chosen_by_timing(str(node.target), self.statics.device)
         repeatable = not (once or (isinstance(node.target, OpOverload) and node.target._schema.is_mutable))
         self.ops.append(
             Op(
@@ -292,7 +293,7 @@ class _GraphLowering:
                 phase=phase,
                 # Values computed from an input that the step overwrites are valid only before the write.
                 recomputable=not mutates and not self.written.intersection(inputs) and repeatable,
-                random=is_random(node),
+                random=is_random(node) or HOOK in node.meta,  # keeps the order of hooks
                 mutates=mutates,
                 module=self._get_module(node),
             )

@@ -16,6 +16,7 @@ from planner.capture.frontend.eager_ops import get_callable
 from planner.capture.frontend.source_lines import find_traced_line, format_location
 from planner.capture.program.program import Argument, Call, Path, Statement
 from planner.capture.rewrites.batch_norms import build_without_statistics, find_ignored_inputs
+from planner.capture.rewrites.hook_calls import HOOK
 from planner.capture.rewrites.layouts import allocate_with_strides, copy_with_strides, find_in_place_random_op, read_strides
 from planner.capture.rewrites.reproducible_random import find_function_with_generator
 
@@ -47,6 +48,8 @@ class References:
         args = [None if isinstance(arg, fx.Node) and arg in gone else self._build_value(arg, strides) for arg in node.args]
         kwargs = {key: self._build_value(value, strides) for key, value in node.kwargs.items()}
         target = get_callable(node.target)
+        if HOOK in node.meta:
+            target, args = node.meta[HOOK], args[:2]
         if drawn := find_in_place_random_op(node):
             target, args[0] = drawn[0], Call(allocate_with_strides, (args[0], tuple(drawn[1])))
         return Call(target, tuple(args), kwargs)

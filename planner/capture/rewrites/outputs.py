@@ -19,6 +19,7 @@ from torch import fx
 
 from graphs.errors import TraceError
 from planner.capture.rewrites.batch_norms import find_ignored_inputs
+from planner.capture.rewrites.hook_calls import CALL_HOOK
 from planner.torch_private import capture as private
 from planner.torch_private.core import OpOverload, auto_functionalized, detect_fake_mode, pytree, with_effects
 
@@ -30,6 +31,8 @@ KNOWN_NAMESPACES = {"aten", "inductor", "mkldnn", "onednn", "planner", "prims", 
 # Ops that raise an error depending on their inputs, as in eager PyTorch, and return nothing.
 ASSERTIONS = (aten._assert_async.default, aten._assert_async.msg)
 CHECKS = (aten._linalg_check_errors.default, *ASSERTIONS)
+# Those, and ops that call Python: they run once, in program order.
+EFFECTS = (*CHECKS, CALL_HOOK)
 
 
 def fix_outputs(graph: fx.Graph) -> None:
@@ -359,6 +362,6 @@ def _set_outputs(graph: fx.Graph, pairs: list[tuple[object, private.AOTOutput]])
 def remove_dead_code(graph: fx.Graph) -> None:
     """Remove nodes that no output needs, except writes, checks and random ops (which advance the generator)."""
     for node in reversed(list(graph.nodes)):
-        needed = node.users or node.target in (aten.copy_.default, *CHECKS) or is_random(node)
+        needed = node.users or node.target in (aten.copy_.default, *EFFECTS) or is_random(node)
         if node.op == "call_function" and not needed:
             graph.erase_node(node)

@@ -184,11 +184,6 @@ class Dynamic(Branches):
 X = torch.randn(3, 4)
 
 
-def hooked(module: nn.Module) -> nn.Module:
-    module.register_full_backward_hook(lambda module, given, returned: None)
-    return module
-
-
 @pytest.mark.parametrize(
     ("model", "loss_fn", "message"),
     [
@@ -219,7 +214,6 @@ def hooked(module: nn.Module) -> nn.Module:
         pytest.param(
             nn.Linear(4, 4), lambda y, x: {"cost": y.sum()}, "or a dict of tensors with a 'loss'", marks=pytest.mark.slow
         ),
-        (hooked(nn.Linear(4, 4)), lambda y, x: y.sum(), "hooks of modules on gradients .register_full_backward_hook."),
     ],
     ids=[
         *(
@@ -232,7 +226,7 @@ def hooked(module: nn.Module) -> nn.Module:
             "an item",
             "an item to log",
         ),
-        *("none", "dictionary", "backward hooks"),
+        *("none", "dictionary"),
     ],
 )
 def test_unsupported_steps_raise_one_line_errors(model: nn.Module, loss_fn, message: str) -> None:

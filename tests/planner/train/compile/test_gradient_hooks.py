@@ -1,0 +1,107 @@
+"""Hooks on gradients that record or need values are called in the backward pass of a plan, as eager PyTorch calls them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from benchmarks.models.parts import FunctionModule
+from graphs.errors import TraceError
+from tests.support.models.as_eager import check_trains_as_eager
+
+SEEN: list[Any] = []
+
+
+class Hooked(nn.Module):
+    """Registers hooks of its modules once, and of its tensors in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6))
+        self.last: torch.Tensor | None = None
+        self.scale = 0.5
+        for i, layer in enumerate(self.layers[:3]):
+            layer.register_full_backward_hook(partial(note_call, i))
+        self.layers[0].register_full_backward_pre_hook(lambda _, returned: SEEN.append(("before", float(returned[0].norm()))))
+        self.layers[1].register_full_backward_pre_hook(lambda _, returned: (returned[0].clamp(-1e-3, 1e-3),))
+        self.layers[2].register_full_backward_hook(lambda _, given, __: (2 * given[0],))
+        self.layers[5].register_forward_hook(lambda _, __, output: output.register_hook(note_sum) and None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i == 3:
+                x.register_hook(lambda gradient, i=i: SEEN.append((i, i_last, float(gradient.norm()))))  # noqa: B023
+                x.register_hook(self.keep)
+            elif i == 2:
+                x.register_hook(self.normalize)
+            i_last = i
+        return x.square().mean()
+
+    def keep(self, gradient: torch.Tensor) -> None:
+        self.last = gradient
+
+    def normalize(self, gradient: torch.Tensor) -> torch.Tensor:
+        assert self.last is not None
+        SEEN.append(self.last.sum())
+        return gradient * self.scale / max(1e-3, float(gradient.norm()))
+
+
+def note_sum(gradient: torch.Tensor) -> None:
+    SEEN.append(gradient.sum())
+
+
+def note_call(number: int, _: nn.Module, given: Any, returned: Any) -> None:
+    SEEN.append((number, None if given[0] is None else given[0].sum(), float(returned[0].norm())))
+
+
+def rows(number: int) -> tuple[torch.Tensor]:
+    return (torch.randn(64, 32, generator=torch.Generator().manual_seed(number)),)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # as in eager PyTorch
+def test_hooks_are_called_as_in_eager_pytorch() -> None:
+    SEEN.clear()
+    check_trains_as_eager(Hooked, None, rows)
+    half = len(SEEN) // 2  # those of the plan come first
+    assert half == 4 * 7
+    assert list(map(describe, SEEN[:half])) == list(map(describe, SEEN[half:]))
+
+
+def describe(seen: Any) -> Any:
+    return tuple(map(describe, seen)) if isinstance(seen, tuple) else seen.tolist() if isinstance(seen, torch.Tensor) else seen
+
+
+def keep_by_tensor(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.layer(x).tanh()
+    hidden.register_hook(lambda gradient: SEEN.append((gradient * hidden).sum()))
+    return hidden
+
+
+def keep_in_list(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden, model.found = model.layer(x).tanh(), []
+    hidden.register_hook(model.found.append)
+    return hidden
+
+
+def count_in_closure(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden, count = model.layer(x).tanh(), 0
+
+    def note(gradient: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        SEEN.append((count, gradient))
+
+    hidden.register_hook(note)
+    return hidden
+
+
+@pytest.mark.parametrize("run", [keep_by_tensor, keep_in_list, count_in_closure])
+def test_hook_that_reads_what_the_step_makes_is_refused_with_its_line(run: Callable[..., torch.Tensor]) -> None:
+    model = FunctionModule(lambda m, x: run(m, x).square().mean(), layer=nn.Linear(4, 4))
+    with pytest.raises(TraceError, match=r"\(.*register_hook\(.*\) registers a hook that changes Python objects"):
+        planner.trace(model, None, (torch.randn(4, 4),), passes=1)

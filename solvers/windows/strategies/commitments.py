@@ -26,12 +26,10 @@ from solvers.windows.decoding.transfer_plan import Reloads
 from solvers.windows.part_process import PartProcess, SearchEnd
 from solvers.windows.parts import POLL, note_end, search_of_part
 from solvers.windows.search import Search
-from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOptions
 from solvers.windows.strategies.placement import Placements
 from solvers.windows.strategies.substitution import find_least_substitution, list_simple_substitutions, substitute
 
 _TOLERANCE_SHARE = 0.25  # of the tolerance: plain graphs of solutions with optional ops are solved to it
-_OPTIONS_SHARE = 2.0  # of such a solve: duration of the search for other options of the best schedule
 _PLACE_FIRST, _PLACE_FIRST_SHARE = 2.0, 0.2  # of the clock, at most of its limit: placements before other strategies,
 _PLACE_SLICE = 0.5  # and at a time in parallel with other searches
 
@@ -98,7 +96,6 @@ class Commitments:
         self.all: dict[object, Commitment] = {} if known is None else known
         self._without_offloading: Trial | None = None  # the best that is known
         self._learned: list[Trial] = []  # the best schedules at the last call of ``learn``
-        self._options = FixAndOptimizeOptions(search) if FixAndOptimizeOptions.applies(search.problem) else None
         self._placements = Placements(search) if Placements.applies(search.problem) else None
 
     @classmethod
@@ -204,13 +201,13 @@ class Commitments:
     def generate_searches(self, orders: Orders, until: float = inf) -> Iterator[Search]:
         """Yield searches to be run in turn, each longer than the last, until all are closed and no orders will arrive.
 
-        In between, the strategies for options and placements run for as long.
+        In between, placements are varied for as long.
 
         Args:
             orders: source of further orders.
             until: latest end, by the clock.
         """
-        search, params = self.search, self.search.params
+        search = self.search
         while not (search.stopping.is_solved() or search.stopping.is_stopped()):
             closed = orders.closed  # read before the orders are taken from it
             self.learn(orders)
@@ -222,10 +219,6 @@ class Commitments:
                 yield sub
                 self._end(commitment, sub, began)
             is_open = commitment is not None
-            if self._options is not None:
-                now = search.clock.now
-                most = max(params.bound.first_slice, _OPTIONS_SHARE * (now - began))
-                is_open |= self._options.step(min(most, until - now))
             if self._placements is not None:
                 self.place(max(_PLACE_SLICE, search.clock.now - began))
                 is_open |= not self._placements.done

@@ -6,7 +6,8 @@ schedule at a time are opened and the others fixed (large-neighbourhood search, 
 those of some ops in all windows, so that another tensor may be kept over much of the step.
 
 Known weaknesses: what is opened is chosen at random, half by cost, so choices that are far apart and pay only together are found
-by luck. With both transfers to the host and optional ops it does not apply: with row 13 one solve takes too long.
+by luck. Tried and removed: to open the choice of optional ops too. By equal work one of 197 graphs with options was slower
+without, and 13 were faster, since more time is left for the plain graphs of ``commitments.py``.
 """
 
 from abc import abstractmethod
@@ -17,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from solvers.highs.program import Floats, Milp, Outcome
-from solvers.problem import OBJECTIVE_SCALE, Problem, keep_small
+from solvers.problem import OBJECTIVE_SCALE, keep_small
 from solvers.windows.decoding.decode import Trial, decode, find_late_writers, order_of, read_solution
 from solvers.windows.decoding.encode import encode_trial, start_values
 from solvers.windows.decoding.expand import Solution
@@ -27,7 +28,7 @@ from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import Search
 from solvers.windows.strategies.refinement import solve_for_schedules
 from solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, find_tight_windows
-from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, share_evenly, share_time
+from solvers.windows.strategies.strategy import SteppedStrategy
 
 Columns = list[int]
 _SMALL_SHARE = 5e-4  # of the capacity, for all tensors that are assumed to be always in memory
@@ -69,9 +70,7 @@ class RestrictedModel:
         self.search = search
         self.params = search.params.neighbourhoods
         self.coarse = coarse
-        # With optional ops, a tensor that is always in memory would need a sure producer.
-        plain = search.problem.places.plain
-        self.small = keep_small(search.problem, _SMALL_SHARE) if plain else search.problem
+        self.small = keep_small(search.problem, _SMALL_SHARE)
         self.known = CandidateSet()
         self.discretization = coarse
         self._best: EncodedTrial | None = None
@@ -94,13 +93,6 @@ class RestrictedModel:
         windows = max(self.params.windows, self.params.size // self.search.problem.ops)
         discretization = find_tight_windows(self.search.problem, trials, _TIGHT_SHARE * self.search.budget_bytes, windows)
         self.discretization = self.discretization.split_at(discretization.ends)
-
-    def choose_from(self, ops: Iterable[int]) -> None:
-        """Add `ops` to the candidates for recomputation."""
-        before = len(self.known.ops)
-        self.known.ops.update(ops)
-        if len(self.known.ops) > before:
-            self._best = None
 
     def allow_more_candidates(self) -> bool:
         """Allow more candidates, as ``CandidateSet.allow_more_candidates`` does."""
@@ -250,10 +242,7 @@ class Restarts(SteppedStrategy):
 
 
 class FixAndOptimize(SteppedStrategy):
-    """Solves with some variables of the best schedule open and the others fixed, as long as that may improve it.
-
-    The problem must not have both optional ops and transfers to the host.
-    """
+    """Solves with some variables of the best schedule open and the others fixed, as long as that may improve it."""
 
     opened: str  # name of the elements, for progress messages
 
@@ -337,53 +326,6 @@ class FixAndOptimizeOps(FixAndOptimize):
         return list_op_columns(best.model, {i for middle in middles for i in range(middle - half, middle + half + 1)})
 
 
-class FixAndOptimizeOptions(Strategy):
-    """Fix-and-optimize with optional ops, near the best schedule, which other strategies may improve meanwhile.
-
-    A plain graph fixes the alternative of each op. Here alternatives are chosen together with the other variables, in a few
-    windows or of a few ops.
-    """
-
-    def __init__(self, search: Search) -> None:
-        super().__init__(search)
-        self.near = RestrictedModel(search, Discretization.whole(search.problem))
-        # Alternatives are varied first, recomputations of the program once that gains nothing more.
-        self.near.choose_from(i for i, sure in enumerate(search.problem.places.sure) if not sure)
-        self._strategies: list[SteppedStrategy] = []
-        self._from: Trial | None = None  # the best schedule at the last ``_begin``
-        self._none_left = False
-
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem has optional ops and no transfers to the host: with row 13 a solve takes too long."""
-        return not (problem.places.plain or problem.round_trips)
-
-    def step(self, limit: float) -> bool:
-        """Improve the best schedule for about `limit`; return False once no neighbourhood improves it."""
-        search = self.search
-        if search.incumbent.best is None or (self._none_left and search.incumbent.best is self._from):
-            return False
-        stop, before = search.stopping.make_enough_after(limit), search.incumbent.best
-        self._none_left = False
-        while not (stop() or self._none_left):
-            if not self._strategies:
-                self._begin()
-            share_time(search, share_evenly(self._strategies), should_stop=stop)
-            if not stop():  # all has been chosen again together
-                self._strategies = []
-                self._none_left = search.incumbent.best is self._from and not self.near.allow_more_candidates()
-        if limit > 0 and search.incumbent.best is before:
-            self.near.choose_from(range(search.problem.ops))
-        return not (self._none_left or search.stopping.is_enough())
-
-    def _begin(self) -> None:
-        """Start from the best schedule: add windows where it needs much memory."""
-        self._from = best = self.search.incumbent.best_trial
-        self.near.choose_from(op for op, first in zip(best.order.computed, best.order.first, strict=True) if not first)
-        self.near.add_tight_windows([best])
-        self._strategies = [FixAndOptimizeWindows(self.search, self.near), FixAndOptimizeOps(self.search, self.near)]
-
-
 def _compute_shares(costs: Floats) -> Floats:
     """Return the probabilities of the elements: half uniform, half by cost."""
     if not costs.any():
@@ -396,7 +338,7 @@ def fix_all_but(encoded: EncodedTrial, opened: Columns) -> Milp:
     """Return the program with its variables fixed as in `encoded`, except the columns `opened`."""
     model, start = encoded.model, encoded.start
     fixed = np.zeros(len(start), dtype=bool)
-    fixed[[*model.recomputed.values(), *model.handed.values(), *model.taken.values(), *model.instead.values()]] = True
+    fixed[[*model.recomputed.values(), *model.handed.values(), *model.taken.values()]] = True
     fixed[opened] = False
     fixed &= ~np.isnan(start)
     lower, upper = model.program.lower.copy(), model.program.upper.copy()
@@ -406,21 +348,18 @@ def fix_all_but(encoded: EncodedTrial, opened: Columns) -> Milp:
 
 def list_window_columns(model: Model, windows: Container[int]) -> Columns:
     """Return the columns of variables in these windows, and at their ends."""
-    window, replaces = model.discretization.find_window, model.problem.places.replaces
     return [
         *(column for (k, _), column in model.recomputed.items() if k in windows),
         *(column for (k, _), column in model.handed.items() if k in windows or k - 1 in windows),
         *(column for (k, _), column in model.taken.items() if k in windows),
-        *(column for b, column in model.instead.items() if any(window(i) in windows for i in (b, *replaces[b]))),
     ]
 
 
 def list_op_columns(model: Model, ops: Container[int]) -> Columns:
-    """Return the columns of these ops and their outputs in all windows, and of the ops that replace them."""
-    producer, replaces = model.problem.producer, model.problem.places.replaces
+    """Return the columns of these ops and their outputs in all windows."""
+    producer = model.problem.producer
     return [
         *(column for (_, i), column in model.recomputed.items() if i in ops),
         *(column for (_, t), column in model.handed.items() if producer[t] in ops),
         *(column for (_, t), column in model.taken.items() if producer[t] in ops),
-        *(column for b, column in model.instead.items() if any(i in ops for i in (b, *replaces[b]))),
     ]

@@ -22,11 +22,9 @@ from solvers.windows.decoding.expand import Solution
 from solvers.windows.relaxation.devices import add_makespan
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.draft import Family, ModelDraft, Terms
-from solvers.windows.relaxation.executed import add_executed_at_all
 from solvers.windows.relaxation.in_stage import add_memory_in_order
 from solvers.windows.relaxation.memory import add_memory_inside, add_memory_of_recomputations
 from solvers.windows.relaxation.models import compose, write_window_rows
-from solvers.windows.relaxation.resources import add_resources
 from solvers.windows.relaxation.transfers import add_channels, add_offloads
 from solvers.windows.relaxation.variables import write_variables
 
@@ -74,8 +72,7 @@ def list_restricted_families(known: CandidateSet) -> tuple[Family, ...]:
     """Return the families of its rows, without merged windows, which serve bounds and enlarge the model."""
     return (
         *(partial(write_variables, _Near(known)), add_offloads, write_window_rows),
-        *(add_memory_inside, add_memory_of_recomputations),
-        *(add_memory_in_order, add_channels, add_executed_at_all, add_resources, add_makespan),
+        *(add_memory_inside, add_memory_of_recomputations, add_memory_in_order, add_channels, add_makespan),
     )
 
 

@@ -36,10 +36,6 @@ class RoundTrip:
         (copy,) = self.out.targets
         return copy
 
-    def slow_down(self, times: float) -> "RoundTrip":
-        """Return the same transfers over channels that are `times` as slow."""
-        return RoundTrip(*(replace(transfer, time_s=times * transfer.time_s) for transfer in (self.out, self.back)))
-
 
 @dataclass(frozen=True, slots=True)
 class Offloads:

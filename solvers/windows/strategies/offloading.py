@@ -1,75 +1,27 @@
-"""Schedules that offload tensors to the host: variations of the coarse model, and their improvement.
+"""Improvement of schedules that offload tensors to the host.
 
 Solutions of coarse models decide which tensors to recompute and to offload within the capacity of the channels, but not in which
-order memory and channels are used within a window. Solutions for a little less memory, or a slower link, often need not wait at
-all (``CoarseVariations``). Where a schedule still waits for a transfer, the tensor is recomputed instead. Unused memory and
-channel time then allow removing transfers and recomputations (``Polishing``).
+order memory and channels are used within a window. Where a schedule waits for a transfer, the tensor is recomputed instead.
+Unused memory and channel time then allow removing transfers and recomputations (``Polishing``).
+
+Tried and removed: solutions for a little less memory, or a slower link, which need not wait as often. No cost and no bound of 132
+graphs with offloading depended on them by equal work.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
-from solvers.highs.program import Floats
 from solvers.problem import Problem
-from solvers.windows.decoding.decode import Trial, decode, order_of, read_solution, try_out
+from solvers.windows.decoding.decode import Trial, order_of, try_out
 from solvers.windows.decoding.pruning import find_uses, remove_executions
 from solvers.windows.decoding.transfer_plan import PoolStay, Reloads, TransferPlan
 from solvers.windows.decoding.transfers import add_transfers
-from solvers.windows.relaxation.discretization import Model
-from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import WORK_PER_EXECUTION, Search
-from solvers.windows.strategies.refinement import solve_for_schedules
-from solvers.windows.strategies.restricted_model import CandidateSet
 from solvers.windows.strategies.strategy import SteppedStrategy
 
-# The coarse model is solved for shares of the memory and slowdowns of the link; the link's weight orders these.
-_CAPACITIES, _SLOWER, _WEIGHT = (1.0, 0.99, 0.98, 0.97, 0.96, 0.94), (1.0, 1.1, 1.2), 0.2
-_LIMIT, _GAP = 5.0, 5e-4  # of the clock, and of the step, for each of these models
 _PLACES, _TENSORS = 3, 20  # longest waits, and tensors at each, that are tried without a transfer,
 _LONGEST, _LEAST_GAIN = 4, 1e-6  # if at most so many ops recompute the tensor, and the step becomes faster by this share
-
-
-class CoarseVariations(SteppedStrategy):
-    """Solutions of the coarse model for less memory and slower links, the smallest changes first."""
-
-    def __init__(self, search: Search, known: CandidateSet) -> None:
-        """Create the strategy; `known` learns the solutions."""
-        super().__init__(search)
-        self.known = known
-
-    def take_steps(self) -> Iterator[None]:
-        """Solve one variation per step and offer its solutions."""
-        search = self.search
-        changes = [(share, slower) for share in _CAPACITIES for slower in _SLOWER]
-        for share, slower in sorted(changes, key=lambda change: 1 / change[0] + _WEIGHT * change[1]):
-            search.progress.tell(f"looking for schedules for {share:.0%} of the memory and a link {slower:g} times as slow")
-            problem = search.problem
-            trips = {t: trip.slow_down(slower) for t, trip in problem.round_trips.items()}
-            varied = replace(problem, capacity_bytes=int(share * problem.capacity_bytes), round_trips=trips)
-            model = build_relaxation(varied, search.models.coarse)
-            _solve_and_offer(search, model, self.known)
-            yield
-
-
-def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
-    """Offer the solutions of `model` that may be the best, as they are and with recomputation in place of waits."""
-    below = search.problem.convert_to_units(search.incumbent.best_s - search.problem.base_s)
-    try_solution = partial(_try_solution, search, model, known, below)
-    answer = solve_for_schedules(search, model.program, _LIMIT, gap=_GAP, below=below, on_incumbent=try_solution)
-    if answer.values is not None and answer.objective is not None:
-        try_solution(answer.values, answer.objective)
-
-
-def _try_solution(search: Search, model: Model, known: CandidateSet, below: float, values: Floats, objective: float) -> bool:
-    solution = read_solution(model, values)
-    known.learn(solution)
-    order = decode(search.problem, model.discretization, solution)
-    if objective < below and (trial := search.offer(order, model.discretization)) is not None:
-        offer_without_waits(search, trial)
-    return False
 
 
 def offer_without_waits(search: Search, trial: Trial) -> None:

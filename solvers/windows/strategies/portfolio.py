@@ -7,14 +7,13 @@ from solvers.windows.decoding.refinement import split_evenly
 from solvers.windows.search import Search
 from solvers.windows.strategies.first_schedules import OFFLOADING_RULES_LIMIT
 from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, Restarts, RestrictedModel
-from solvers.windows.strategies.offloading import CoarseVariations, Polishing
+from solvers.windows.strategies.offloading import Polishing
 from solvers.windows.strategies.random_keys import RandomKeys
 from solvers.windows.strategies.strategy import EVEN_SHARE, Share, SteppedStrategy, Strategy, share_evenly, share_time
 
 _IDLE_RUNS = 200  # evictions without improvement before random keys end
 _RESTARTS_SHARE = 0.05  # of the time, as ``EVEN_SHARE``, for restarts
 _EVEN_WINDOWS = 12  # windows of equal time in graphs with transfers to the host
-_FIRST_VARIATIONS = 2  # of coarse models, before any other strategy
 _GUIDED_LIMIT, _RUNS = 2.0, 4  # of the clock, for rules with guides, and the number of others at a time
 
 
@@ -65,19 +64,14 @@ class OffloadingPortfolio(Strategy):
         search, restricted = self.search, self.restricted
         # Transfers overlap with computation in windows of equal time.
         restricted.discretization = split_evenly(search.models.coarse, search.problem.time_s, _EVEN_WINDOWS)
-        evicting, varying = RandomEviction(search), CoarseVariations(search, restricted.known)
-        restarts = Restarts(search, restricted)
+        evicting, restarts = RandomEviction(search), Restarts(search, restricted)
         stop = search.stopping.make_enough_after(OFFLOADING_RULES_LIMIT)
         while evicting.step() and not stop():
             pass
-        for _ in range(_FIRST_VARIATIONS):
-            if search.stopping.is_enough():
-                return False
-            varying.step()
         # Not before: with a good schedule without offloading as the incumbent, rough ones with offloading, which may become
         # better, would be given up.
         search.incumbent.release()
-        strategies: list[SteppedStrategy] = [evicting, varying, restarts]
+        strategies: list[SteppedStrategy] = [evicting, restarts]
         if search.incumbent.best is None:
             restricted.begin()
             shares = share_evenly(strategies)

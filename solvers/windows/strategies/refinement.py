@@ -12,6 +12,7 @@ recomputation alone took 200 times as long in a prototype.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -43,7 +44,6 @@ def solve_for_schedules(
     *,
     gap: float,
     start: Floats | None = None,
-    below: float = np.inf,
     on_incumbent: Callable[[Floats, float], bool] | None = None,
 ) -> Answer:
     """Solve a program of a strategy that finds schedules.
@@ -54,35 +54,23 @@ def solve_for_schedules(
         limit: of the clock.
         gap: at which it ends, as a share of the whole step.
         start: values to start from.
-        below: a bound of at least this ends it (in units of the objective).
         on_incumbent: as in ``solvers.highs.program.SolveCallbacks``.
     """
+    stopping = search.stopping
     search.clock.spend(_WORK_PER_ENTRY * program.matrix.nnz)  # of its construction
-    watch = _Watch(search, below)
     return solve_program(
         program,
         clock=search.clock.start_part(limit),
         absolute_gap=gap * OBJECTIVE_SCALE,
         start=start,
-        callbacks=SolveCallbacks(watch.should_stop, on_incumbent, watch.note_bound, search.stopping.is_interrupted),
+        callbacks=SolveCallbacks(stopping.is_enough, on_incumbent, partial(_pass_on_bound, search), stopping.is_interrupted),
         options={"mip_pscost_minreliable": _PSCOST_MINRELIABLE},
     )
 
 
-@dataclass(slots=True)
-class _Watch:
-    """The end of a program that finds schedules: once its bound is at least `below`, or better ones need not be searched."""
-
-    search: Search
-    below: float
-    bound: float = -np.inf
-
-    def note_bound(self, bound: float) -> None:
-        self.bound = bound
-        self.search.progress.tell()
-
-    def should_stop(self) -> bool:
-        return self.search.stopping.is_enough() or self.bound >= self.below
+def _pass_on_bound(search: Search, bound: float) -> None:
+    del bound  # of a restriction: it proves nothing
+    search.progress.tell()
 
 
 class Relaxation(Strategy):

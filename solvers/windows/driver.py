@@ -29,7 +29,6 @@ from solvers.windows.strategies.first_schedules import (
     EvictionRules,
     Imitation,
     KeepEverything,
-    TightEviction,
 )
 from solvers.windows.strategies.offloaded_orders import OffloadedOrders
 from solvers.windows.strategies.portfolio import OffloadingPortfolio, Portfolio
@@ -77,7 +76,6 @@ STAGES = (
     SearchStage(EvictionRules, lambda s: OFFLOADING_RULES_LIMIT if s.problem.round_trips else _RULES_LIMIT),
     SearchStage(Portfolio, in_background=True, improves=True),
     SearchStage(OffloadedOrders, lambda _: _OFFLOADED_LIMIT),
-    SearchStage(TightEviction, lambda s: s.params.first_schedule.eviction_limit),
     SearchStage(Imitation, lambda _: _IMITATION_LIMIT),
     SearchStage(Relaxation, lambda s: s.params.bound.first_slice * s.params.bound.longer, repeated=True),
     SearchStage(StateSpace, last=True),

@@ -49,12 +49,10 @@ class FirstScheduleParams:
 
     Attributes:
         rules: eviction rules.
-        eviction_limit: for eviction rules while other strategies search.
         imitated: baselines whose schedules are offered.
     """
 
     rules: tuple[EvictionRule, ...] = RULES
-    eviction_limit: float = 20.0
     imitated: tuple[str, ...] = _IMITATED
 
 

@@ -14,7 +14,7 @@ from planner.show.report.describe import plan_data, plan_text
 from solvers import clock
 from solvers.result import Ending, Status
 from solvers.windows import driver
-from solvers.windows.strategies.first_schedules import KeepEverything, TightEviction
+from solvers.windows.strategies.first_schedules import EvictionRules, KeepEverything
 from tests.support.budgets import budget_at
 
 # Takes minutes to be solved to the last bit.
@@ -62,7 +62,7 @@ def test_a_solve_that_is_stopped_says_so() -> None:
 
 
 def test_a_solve_with_nothing_left_to_try_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = tuple(stage for stage in driver.STAGES if stage.strategy in (KeepEverything, TightEviction))
+    few = tuple(stage for stage in driver.STAGES if stage.strategy in (KeepEverything, EvictionRules))
     monkeypatch.setattr(driver, "STAGES", few)
     plan = planner.solve(GRAPH, BUDGET, tolerance=0.0, work_limit=100.0, reorder=False)
     assert (plan.status, plan.ended) == (Status.FEASIBLE, Ending.EXHAUSTED)

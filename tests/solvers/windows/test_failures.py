@@ -18,7 +18,7 @@ from solvers.windows import solve
 from solvers.windows.decoding.decode import try_out
 from solvers.windows.search import Search
 from solvers.windows.strategies import refinement
-from solvers.windows.strategies.first_schedules import TightEviction
+from solvers.windows.strategies.first_schedules import Imitation
 from solvers.windows.strategies.portfolio import Portfolio
 from solvers.windows.strategies.strategy import Strategy
 from tests.support.budgets import budget_at
@@ -40,7 +40,7 @@ def fails(self: Strategy, limit: float) -> None:
     raise RuntimeError("no such choice")
 
 
-@pytest.mark.parametrize("strategy", [Portfolio, TightEviction], ids=["in the background", "in the caller's thread"])
+@pytest.mark.parametrize("strategy", [Portfolio, Imitation], ids=["in the background", "in the caller's thread"])
 def test_failing_heuristic_ends_the_solve_and_keeps_the_best_schedule(
     strategy: type[Strategy], monkeypatch: pytest.MonkeyPatch
 ) -> None:

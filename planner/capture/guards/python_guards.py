@@ -62,6 +62,7 @@ _FIXED = {"MODULE_MATCH", "BUILTIN_MATCH"}
 _OF_ARGUMENTS = {"DUPLICATE_INPUT", "CONSTANT_MATCH", "EQUALS_MATCH"}
 _ARGUMENT = re.compile(r"L\['(?:args|kwargs)'\](?:\['[^']*'\]|\[\d+\]|\.\w+)*")
 _REGISTRY = "._registered_model_output_types"  # of Transformers, which adds to it whenever another model is imported
+_TAKE_KEYWORDS = "_with_kwargs"
 _TRACKER = "torch.utils.module_tracker"  # whose hooks, of a counter of FLOPs, only follow which module runs
 _HOOKS = (
     "_global_forward_hooks",
@@ -229,12 +230,14 @@ def build_guards(
     args, kwargs = split_arguments(batch)
     captured = output.graph_capture_output
     graph = captured.output_graph
-    relevant = [guard for guard in graph.guards if _is_relevant(guard) and guard.name not in aliased]
+    local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
+    names = {guard.name for guard in graph.guards}
+    implied = {name for name in names if _is_of_no_hooks(name, names, local, scope)}
+    relevant = [guard for guard in graph.guards if _is_relevant(guard) and guard.name not in implied.union(aliased)]
     graph._guards = private.GuardsSet(type(graph.guards.inner)(relevant))
     # The capture's dispatcher, which is active here, is not when a step is called: guards on tensors compare dispatch keys.
     with private.enter_dynamo_phase("build_guards"), no_python_dispatcher(), private.build_guards_for_plan():
         manager = captured.build_guards(private.get_traced_fn(step)[0].__code__)
-    local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
     sources = [
         private.get_source_name(source) for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source
     ]
@@ -280,6 +283,15 @@ def _is_relevant(guard: private.Guard) -> bool:
     if name.startswith(("L['args']", "L['kwargs']")):
         return kind in _OF_ARGUMENTS
     return not is_of_torch(name)
+
+
+def _is_of_no_hooks(name: str, names: Collection[str], local: Scope, scope: Scope) -> bool:
+    """Return True if `name` is of the dict that says which hooks of a module take keyword arguments, and it has no hooks.
+
+    A hook is in the dict of its hooks too, which has a guard of its own. Two of six such dicts of each module are of this kind.
+    """
+    hooks = name.removesuffix(_TAKE_KEYWORDS)
+    return hooks != name and hooks in names and not build_accessor(hooks)(local, scope)
 
 
 def _iterate_external_values(sources: Iterable[str], step: nn.Module, local: Scope, scope: Scope) -> Iterable[ExternalValue]:

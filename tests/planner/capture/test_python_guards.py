@@ -93,6 +93,10 @@ CHANGES = {
     ),
     "a block more": (lambda m, b: m.blocks.append(nn.Linear(4, 4)), r"model.blocks.* had 2 items .* and has 3 now"),
     "a hook": (lambda m, b: m.first.register_forward_hook(lambda *_: None), "hooks of model.first were added"),
+    "a hook that takes keyword arguments": (
+        lambda m, b: m.first.register_forward_hook(lambda *_: None, with_kwargs=True),
+        "hooks of model.first were added",
+    ),
     "a hook before": (lambda m, b: m.register_forward_pre_hook(lambda *_: None), "hooks of model were added"),
     "a backward hook": (lambda m, b: m.norm.register_full_backward_hook(lambda *_: None), "hooks of model.norm were added"),
     "eval": (lambda m, b: m.eval(), r"training was True .* and is False now \(train\(\) or eval\(\) was called\)"),
@@ -157,6 +161,15 @@ def test_values_read_at_every_step_may_change(batch: tuple[torch.Tensor, ...], a
         planned = step(*batch)
         torch.manual_seed(3)
         assert torch.equal(planned, loss_fn(model(batch[0]), batch[1]))
+
+
+def test_only_modules_with_hooks_have_guards_on_the_arguments_of_hooks(batch: tuple[torch.Tensor, ...]) -> None:
+    model = Net()
+    model.blocks[0].register_forward_hook(lambda module, args, kwargs, output: output * 2, with_kwargs=True)
+    guards = capture(model, F.mse_loss, batch).guards
+    assert guards is not None
+    named = [part for part in guards.parts if "hooks_with_kwargs" in part]
+    assert named and all("_forward_hooks_with_kwargs" in part and "blocks" in part for part in named)
 
 
 def test_removing_a_planned_hook_raises(batch: tuple[torch.Tensor, ...]) -> None:

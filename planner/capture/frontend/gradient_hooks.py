@@ -4,16 +4,14 @@
 Dynamo fails, and the capture begins again; the backward pass then calls the hook itself, at its place, by an op of the joint
 graph (``rewrites.hook_calls``). What autograd and ``nn.Module`` do around hooks happens while AOTAutograd traces.
 
-A hook of a tensor that is made in the step (a lambda) is made again for each call, of constants and of objects that exist before
-the step. One that reads a tensor of the step is refused. Memory that hooks allocate is not counted.
+A hook that is made in the step (a lambda) is made again for each call (``rebuilt_values``). Memory that hooks allocate is not
+counted.
 """
 
-import dis
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -21,16 +19,14 @@ from torch import Tensor, fx, nn
 from torch.utils.hooks import BackwardHook
 
 from graphs.errors import TraceError
-from planner.capture.frontend.later_branches import get_known_name
 from planner.capture.frontend.later_values import LaterValues
+from planner.capture.frontend.rebuilt_values import Find, build_finder
 from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_current_line, format_location
-from planner.capture.guards.names import Scope, build_accessor
+from planner.capture.guards.names import Scope
 from planner.capture.rewrites.hook_calls import CALL_HOOK, HOOK, GradientHook
 from planner.torch_private import capture as private
 from planner.torch_private.core import list_backward_pre_hooks, list_full_backward_hooks, pytree
 from planner.torch_private.patches import bind_original, wrap
-
-Find = Callable[[Scope, Scope], Any]
 
 
 @dataclass(slots=True)
@@ -77,7 +73,13 @@ class GradientHooks:
         """
         for hook in self.registered:
             if hook.output is output:
-                hook.find = _build_finder(hook.output, hook.variable, hook.where)
+                try:
+                    hook.find = build_finder(hook.output, hook.variable)
+                except TraceError as error:
+                    raise TraceError(
+                        f"{hook.where} registers a hook that changes Python objects or needs values, and that reads or changes "
+                        f"{error}: let it read what exists before the step; or {GRAPH_BREAK_ADVICE}"
+                    ) from error
             hook.output = hook.variable = None
 
 
@@ -178,64 +180,3 @@ def _follow_or_call(later: LaterValues, hooks: GradientHooks, follow: Any, tenso
     tensor.proxy.node.meta["example_value"] = proxy.node.meta["example_value"]
     tensor.synchronize_attributes(tx)
     return private.RemovableHandleVariable(mutation_type=private.ValueMutationNew())
-
-
-def _build_finder(output: Any, variable: Any, where: str) -> Find:
-    """Return a function that returns the present value of a variable: of a hook, or of a part of one.
-
-    Raises:
-        TraceError: it is no constant, and does not exist before the step.
-    """
-    if (name := get_known_name(variable.source)) is not None:  # before it is looked at, on which there would be guards
-        return build_accessor(name)
-    build = partial(_build_finder, output, where=where)
-    match held := variable.realize():
-        case private.NestedUserFunctionVariable() if not _writes_closure(code := held.get_code()):
-            parts: Any = held
-            cells = [] if parts.closure is None else [output.side_effects.load_cell(cell) for cell in parts.closure.items]
-            defaults = [] if parts.defaults is None else parts.defaults.items
-            function = partial(FunctionType, code, held.f_globals, code.co_name)
-            return partial(_make_function, function, [*map(build, defaults)], [*map(build, cells)])
-        case private.FunctoolsPartialVariable():
-            names, given = [*held.keywords], [held.func, *held.args, *held.keywords.values()]
-            return partial(_make_partial, names, [*map(build, given)])
-        case private.GetAttrVariable():
-            return partial(_get_attribute, build(held.obj), held.name)
-        case private.UserMethodVariable():
-            return partial(_bind, held.fn, build(held.obj))
-        case private.UserFunctionVariable():
-            return partial(_return, held.fn)
-        case private.ConstantVariable():
-            return partial(_return, held.value)
-    raise TraceError(
-        f"{where} registers a hook that changes Python objects or needs values, and that reads or changes what the step makes "
-        f"({held.python_type().__name__}): let it read what exists before the step; or {GRAPH_BREAK_ADVICE}"
-    )
-
-
-def _writes_closure(code: CodeType) -> bool:
-    return any(each.opname == "STORE_DEREF" and each.argval in code.co_freevars for each in dis.get_instructions(code))
-
-
-def _make_function(make: Any, defaults: Sequence[Find], cells: Sequence[Find], local: Scope, scope: Scope) -> FunctionType:
-    held = tuple(CellType(find(local, scope)) for find in cells)
-    function: FunctionType = make(tuple(find(local, scope) for find in defaults), held)
-    return function
-
-
-def _make_partial(names: Sequence[str], parts: Sequence[Find], local: Scope, scope: Scope) -> Any:
-    function, *given = (find(local, scope) for find in parts)
-    first = len(given) - len(names)
-    return partial(function, *given[:first], **dict(zip(names, given[first:], strict=True)))
-
-
-def _get_attribute(find: Find, name: str, local: Scope, scope: Scope) -> Any:
-    return getattr(find(local, scope), name)
-
-
-def _bind(function: Any, find: Find, local: Scope, scope: Scope) -> MethodType:
-    return MethodType(function, find(local, scope))
-
-
-def _return(value: object, _: Scope, __: Scope) -> object:
-    return value

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -29,7 +29,15 @@ from torch import nn
 from graphs.errors import TraceError
 from planner.capture.frontend.python_state import is_followed, is_own
 from planner.capture.guards.names import build_accessor
-from planner.torch_private.capture import GETATTR, AttrSource, CellVariable, GlobalSource, VariableTracker, get_source_name
+from planner.torch_private.capture import (
+    GETATTR,
+    AttrSource,
+    CellVariable,
+    GlobalSource,
+    NestedUserFunctionVariable,
+    VariableTracker,
+    get_source_name,
+)
 
 _STATEMENTS = (ast.If, ast.Try, ast.With, ast.Assign, ast.AugAssign, ast.Expr, ast.Raise, ast.Pass)
 _IN_FUNCTIONS = (*_STATEMENTS, ast.Return, ast.For, ast.AnnAssign, ast.Continue, ast.Break)
@@ -202,11 +210,16 @@ class RecordingBranch:
             given = [self._find_whole(arg, within) for arg in (*call.args, *(each.value for each in call.keywords))]
             self.changed += [self._find_source(*arg) for arg in given if isinstance(self._evaluate(*arg), _CONTAINERS)]
             return
+        outer: tuple[str, ...] = ()
+        if isinstance(found, NestedUserFunctionVariable) and (code := found.get_code()) in self.translator.f_code.co_consts:
+            outer = code.co_freevars
+            found = FunctionType(code, found.f_globals, closure=tuple(map(CellType, outer)))
         function = inspect.unwrap(getattr(found, "__func__", found), stop=_is_own) if callable(found) else None
         is_of_class = isinstance(getattr(found, "__self__", None), type)
         if not isinstance(function, FunctionType) or not _is_own(function) or is_of_class or function in self.reading:
             raise _NotRecordingError
         called = _Function.of(function, owner, call, within)
+        called.names.update((name, (ast.Name(name, ast.Load()), None)) for name in outer)
         self.reading.append(function)
         self._check(called.body, called)
         self.reading.pop()

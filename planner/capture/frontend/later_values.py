@@ -41,6 +41,7 @@ from planner.capture.frontend.later_calls import (
     is_metric,
 )
 from planner.capture.frontend.python_state import is_followed
+from planner.capture.frontend.rebuilt_values import build_finder
 from planner.capture.frontend.source_lines import find_current_line, format_location
 from planner.capture.guards.names import build_accessor
 from planner.torch_private import capture as private
@@ -447,6 +448,8 @@ class LaterValues:
             return {key: value for key, (value, _) in found.items()}, origins
         if name is not None:
             return Place(build_accessor(name)), frozenset()
+        if isinstance(variable, private.NestedUserFunctionVariable):
+            return Place(build_finder(tx.output, variable)), frozenset()
         raise _UnknownError(kind.__name__)
 
     def _convert_number(self, tx: Any, value: Any) -> object:

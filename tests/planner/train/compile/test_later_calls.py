@@ -307,6 +307,13 @@ RECORDER = Recorder()
 
 
 def choose(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    factor = 2
+
+    def note_product(value: float) -> None:
+        model.by_name["products"].append(factor * value)
+
+    if loss.item() > 1.1:
+        note_product(loss.item())
     if loss.item() < model.best:
         model.best, model.text = loss.item(), f"best {loss.item():.3f}"
     elif loss.item() > 2 * model.best:
@@ -363,6 +370,7 @@ def test_branches_that_only_choose_what_is_recorded_are_taken_as_in_eager_mode()
         and model.by_name["low"]
         and model.recent
         and "high" in model.losses
+        and model.by_name["products"]
     )
     for wanted, value in zip(*found, strict=True):
         assert torch.equal(wanted, value) if isinstance(wanted, torch.Tensor) else wanted == value

@@ -1,6 +1,6 @@
 // Executes and records the ops of the eager runtime.
 //
-// For each signature there is a pattern: the record of such an op without its storages, which Python makes when the first comes.
+// For each signature there is a pattern: the record of such an op without its storages.
 // The record of an op (recorded_op.h) refers to the pattern, and has its own storages. What happens around an op is done here too:
 // storages that were freed, the log of the step, saved tensors that are packed, unpacked and dropped, ops that enter the ledger.
 // Python is asked for the rest: copies of contents before they are overwritten, room for an op, tensors that no op has made,
@@ -36,10 +36,6 @@
 #include <utility>
 
 namespace py = pybind11;
-
-namespace torch::jit { // of pybind_utils.h, which takes ten seconds to compile
-TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue value);
-} // namespace torch::jit
 
 namespace {
 
@@ -144,15 +140,7 @@ class Slot {
   Py_ssize_t offset_;
 };
 
-// The attributes of planner.train.eager.storages.OpPattern.
-struct PatternClass {
-  explicit PatternClass(py::handle type)
-      : args(type, "args"), function(type, "function"), inputs(type, "inputs"), kwargs(type, "kwargs"), operator_(type, "operator") {}
-
-  Slot args, function, inputs, kwargs, operator_;
-};
-
-// Those of planner.train.eager.sizes.KnownOp.
+// The attributes of planner.train.eager.sizes.KnownOp.
 struct KnownClass {
   explicit KnownClass(py::handle type)
       : guessed(type, "guessed"), measurements(type, "measurements"), needs_block(type, "needs_block"), number(type, "number"), out_bytes(type, "out_bytes"),
@@ -201,10 +189,8 @@ class Records final : public OpRecords {
   explicit Records(const py::tuple& parts)
       : recorder_(parts[0]),
         watch_type_(parts[1]),
-        reference_type_(parts[2]),
-        logged_type_(parts[3]),
-        pattern_(parts[4]),
-        known_(parts[5]),
+        logged_type_(parts[2]),
+        known_(parts[3]),
         invisible_(recorder_.attr("memory").attr("_invisible")),
         watch_extra_(watch_type_, "extra_bytes"),
         watch_size_(watch_type_, "size_bytes"),
@@ -223,16 +209,15 @@ class Records final : public OpRecords {
         resident_(memory_.attr("resident")),
         freed_(memory_.attr("freed")),
         note_freed_(freed_.attr("append")),
-        longest_chain_(parts[6].cast<Py_ssize_t>()),
-        lock_of_draws_(parts[7]),
-        get_random_state_(parts[8]),
-        ledger_watch_type_(parts[9]),
+        longest_chain_(parts[4].cast<Py_ssize_t>()),
+        lock_of_draws_(parts[5]),
+        get_random_state_(parts[6]),
+        ledger_watch_type_(parts[7]),
         ledger_watch_id_(ledger_watch_type_, "ledger_id"),
-        few_ops_(parts[10].cast<int64_t>()),
-        measurements_(parts[11].cast<int64_t>()),
-        hole_(parts[12]),
-        new_pattern_(parts[4]),
-        new_known_(parts[5]),
+        few_ops_(parts[8].cast<int64_t>()),
+        measurements_(parts[9].cast<int64_t>()),
+        get_kernel_settings_(parts[10]),
+        new_known_(parts[3]),
         budget_device_(reinterpret_cast<THPDevice*>(sizes_.attr("device").ptr())->device),
         times_each_(costs_.attr("times_each").cast<bool>()) {}
 
@@ -411,12 +396,12 @@ class Records final : public OpRecords {
     return written;
   }
 
-  // Copies contents that an op is about to write, if saved tensors may have to be recomputed from them. `op` has its function.
-  void copy_before_writes(const py::object& op, const py::list& written) {
+  // Copies contents that an op is about to write, if saved tensors may have to be recomputed from them.
+  void copy_before_writes(const py::object& operator_, const py::list& written) {
     for (auto storage : written) {
       if (storage_of(storage).pinned && storage_of(storage).last_read == storage_of(storage).version) {
         if (PyDict_GET_SIZE(saved_.ptr()) > 0) {
-          copy_before_writes_.call(sources_, op, written);
+          copy_before_writes_.call(sources_, operator_, written);
           return;
         }
         overwrites.add(memory_, 1);
@@ -478,44 +463,67 @@ class Records final : public OpRecords {
   }
 
   OpFields build_pattern(const CalledOp& called) {
-    const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
-    const auto [args, kwargs] = to_python(called, [&](size_t i, const c10::Argument& declared) {
-      const auto position = static_cast<int64_t>(i) - called.facts.statistics;
-      const bool is_left_out = called.updates_statistics && (position == 0 || position == 1);
-      return is_left_out ? py::object(py::none()) : to_python(declared, called.arguments[i], hole_);
-    });
-    py::list references;
-    for (const auto& tensor : called.inputs) {
-      references.append(refer_to_geometry(tensor));
+    auto pattern = std::make_shared<OpPattern>(new_pattern(called));
+    const bool drops_statistics = called.updates_statistics && called.facts.replay == OperatorFacts::kWithoutStatistics;
+    if (drops_statistics) {
+      pattern->handle = c10::Dispatcher::singleton().findSchemaOrThrow(called.handle.operator_name().name.c_str(), "no_stats");
     }
-    const auto again = called.updates_statistics ? replay.of(operator_) : function.of(operator_);
-    auto pattern = new_fields(new_pattern_(operator_, again, args, kwargs, references));
-    pattern.recordable = repeatable.of(operator_).ptr() == Py_True && !again.is_none();
+    auto input = called.inputs.begin();
+    const auto add_input = [&](size_t place, std::optional<size_t> item) {
+      pattern->inputs.push_back({input->sizes().vec(), input->strides().vec(), input->scalar_type(), place, item});
+      ++input;
+    };
+    for (size_t i = 0; i < called.arguments.size(); ++i) {
+      const auto& value = called.arguments[i];
+      auto& arguments = pattern->arguments;
+      if (called.updates_statistics && called.facts.is_written(i, true)) {
+        if (!drops_statistics) {
+          arguments.emplace_back();
+        }
+      } else if (has_memory(value)) {
+        add_input(arguments.size(), std::nullopt);
+        arguments.emplace_back();
+      } else if (value.isList() && std::any_of(value.toListRef().begin(), value.toListRef().end(), has_memory)) {
+        auto items = value.toList().copy();
+        for (size_t item = 0; item < items.size(); ++item) {
+          if (has_memory(value.toListRef()[item])) {
+            add_input(arguments.size(), item);
+            items.set(item, value.isTensorList() ? c10::IValue(at::Tensor()) : c10::IValue());
+          }
+        }
+        arguments.emplace_back(std::move(items));
+      } else {
+        arguments.push_back(value);
+        if (value.isTensor() && value.toTensor().defined()) { // a wrapped number, which Python has seen as a tensor
+          arguments.back() = value.toTensor().clone();
+          arguments.back().toTensor().unsafeGetTensorImpl()->set_wrapped_number(true);
+        }
+      }
+    }
+    auto fields = new_fields(std::move(pattern));
+    const bool has_replay = !called.updates_statistics || called.facts.replay != OperatorFacts::kNoReplay;
+    fields.recordable = repeatable.of(fields.pattern->operator_).ptr() == Py_True && has_replay;
     if (!called.sized_by_data) {
-      pattern.known = learn_sizes(called, operator_);
+      fields.known = learn_sizes(called, fields.pattern->operator_);
     }
-    return pattern;
+    return fields;
   }
 
   // Returns the record of an op with arguments that no record can have, or that rebinds a tensor: it is not executed again.
   OpFields build_unusual(const CalledOp& called) {
-    const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
-    py::list references;
-    for (const auto& tensor : called.inputs) {
-      references.append(refer_to_geometry(tensor));
-    }
-    auto pattern = new_fields(new_pattern_(operator_, function.of(operator_), py::tuple(), py::dict(), references));
-    pattern.known = new_known_(0);
-    return pattern;
+    auto fields = new_fields(std::make_shared<OpPattern>(new_pattern(called)));
+    fields.known = new_known_(0);
+    return fields;
   }
 
-  static OpFields new_fields(py::object pattern) {
+  OpPattern new_pattern(const CalledOp& called) {
+    const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
+    return {operator_, get_kernel_settings_(), called.handle, {}, {}, at::GradMode::is_enabled()};
+  }
+
+  static OpFields new_fields(std::shared_ptr<const OpPattern> pattern) {
     const py::object none = py::none();
     return {std::move(pattern), none, none, none, steal(PyFloat_FromDouble(0)), none, {}, {}, {}, {}, 0, 0, false, false};
-  }
-
-  static std::pair<py::list, py::dict> to_tensors(const CalledOp& called) {
-    return to_python(called, [&](size_t i, const c10::Argument& declared) { return to_python(declared, called.arguments[i], {}); });
   }
 
   // Returns the facts about a new signature.
@@ -528,7 +536,7 @@ class Records final : public OpRecords {
       if (size_bytes.has_value()) {
         known = remember.call(sizes_, hash, new_known_(*size_bytes, py::arg("number") = hash));
       } else {
-        const auto [args, kwargs] = to_tensors(called);
+        const auto [args, kwargs] = to_python(called);
         known = learn_sizes_of.call(recorder_, hash, function.of(operator_), args, kwargs);
       }
     }
@@ -588,24 +596,8 @@ class Records final : public OpRecords {
     return times_each_ && device.is_cpu() ? held : count_bytes.call(sizes_, held, device_of(device));
   }
 
-  // Returns a reference to a tensor, without its storage.
-  py::object refer_to_geometry(const at::Tensor& tensor) {
-    const auto to_tuple = [](at::IntArrayRef values) {
-      py::tuple made(values.size());
-      for (size_t i = 0; i < values.size(); ++i) {
-        made[i] = number(values[i]);
-      }
-      return made;
-    };
-    const auto shape = steal(PyObject_CallOneArg(reinterpret_cast<PyObject*>(&THPSizeType), to_tuple(tensor.sizes()).ptr()));
-    const auto dtype = borrow(reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())));
-    return new_tuple<8>(reference_type_, {py::none(), number(0), shape, to_tuple(tensor.strides()), number(0), dtype, boolean(false),
-                                          boolean(false)});
-  }
-
   // Returns the arguments of an op as PyTorch passes them to a dispatch mode: without those that are defaults.
-  template <typename Convert>
-  static std::pair<py::list, py::dict> to_python(const CalledOp& called, Convert convert) {
+  static std::pair<py::list, py::dict> to_python(const CalledOp& called) {
     const auto& declared = called.handle.schema().arguments();
     const auto is_default = [&](size_t i) {
       const auto& value = declared[i].default_value();
@@ -623,26 +615,15 @@ class Records final : public OpRecords {
     py::dict kwargs;
     for (size_t i = 0; i < declared.size(); ++i) {
       if (i < given) {
-        args.append(convert(i, declared[i]));
+        args.append(to_python(declared[i], called.arguments[i]));
       } else if (i >= positional && !is_default(i)) {
-        kwargs[declared[i].name().c_str()] = convert(i, declared[i]);
+        kwargs[declared[i].name().c_str()] = to_python(declared[i], called.arguments[i]);
       }
     }
     return {std::move(args), std::move(kwargs)};
   }
 
-  // Returns a value, with `hole` in place of each tensor if there is one.
-  static py::object to_python(const c10::Argument& declared, const c10::IValue& value, const py::object& hole) {
-    if (hole && has_memory(value)) {
-      return hole;
-    }
-    if (hole && value.isList() && std::any_of(value.toListRef().begin(), value.toListRef().end(), has_memory)) {
-      py::list made;
-      for (const c10::IValue& item : value.toListRef()) {
-        made.append(has_memory(item) ? hole : torch::jit::toPyObject(item));
-      }
-      return made;
-    }
+  static py::object to_python(const c10::Argument& declared, const c10::IValue& value) {
     auto type = declared.real_type();
     if (const auto* optional = type->castRaw<c10::OptionalType>()) {
       type = optional->getElementType();
@@ -768,9 +749,9 @@ class Records final : public OpRecords {
 
   void record_as(const py::object& object, const CalledOp& called, const py::list& written, bool is_between) {
     auto& op = fields_of_op(object);
-    const auto operator_ = borrow(pattern_.operator_.in(op.pattern));
+    const auto operator_ = op.pattern->operator_;
     if (called.sized_by_data && !called.unusual) {
-      const auto [args, kwargs] = to_tensors(called);
+      const auto [args, kwargs] = to_python(called);
       op.known = bound_sizes.call(recorder_, operator_, args, kwargs);
     }
     const auto& known = op.known;
@@ -786,7 +767,7 @@ class Records final : public OpRecords {
       peak_bytes.set(memory_, number(with_op_bytes));
     }
     const auto held_bytes = to_int(live_bytes.of(memory_));
-    copy_before_writes(object, written);
+    copy_before_writes(operator_, written);
     const auto taken_bytes = run(called, object, operator_, written);
     settle_freed();
     const auto made_bytes = record_outputs(called, object, written, taken_bytes);
@@ -797,7 +778,7 @@ class Records final : public OpRecords {
       log_op(log, op, operator_, written);
     }
     if (made_bytes != out_bytes) {
-      make_room.call(memory_, number(0), pattern_.function.of(op.pattern));
+      make_room.call(memory_, number(0), function.of(op.pattern->operator_));
     }
     if (is_between) {
       const auto most_bytes = held_bytes + made_bytes + to_int(known_.workspace_bytes.of(known));
@@ -880,8 +861,16 @@ class Records final : public OpRecords {
     if (draws.of(operator_).ptr() != Py_True) {
       return run_timed(called, object, written);
     }
-    const auto read = called.inputs.empty() ? py::tuple() : py::make_tuple(steal(THPVariable_Wrap(called.inputs[0])));
-    const auto state_of = [&] { return get_random_state_(*pattern_.args.of(op.pattern), *read, **pattern_.kwargs.of(op.pattern)); };
+    py::object generator = py::none();
+    auto device = called.inputs.empty() ? c10::Device(c10::kCPU) : called.inputs[0].device();
+    for (const auto& value : called.arguments) {
+      if (value.isGenerator()) {
+        generator = torch::jit::toPyObject(value);
+      } else if (value.isDevice()) {
+        device = value.toDevice();
+      }
+    }
+    const auto state_of = [&] { return get_random_state_(generator, device_of(device)); };
     if (random.of(operator_).ptr() != Py_True) { // a custom operator, which may wait for another thread
       op.draws = state_of();
       return run_timed(called, object, written);
@@ -904,7 +893,7 @@ class Records final : public OpRecords {
     const auto begun_s = to_double(now.call(memory_));
     while (const auto error = times_each_ ? execute_here(called, known, taken_bytes) : execute(called)) {
       try {
-        recover(pattern_.operator_.of(op.pattern), op.draws, written, error);
+        recover(op.pattern->operator_, op.draws, written, error);
       } catch (const py::error_already_set&) {
         if (is_measured) {
           stop.call(costs_);
@@ -915,7 +904,7 @@ class Records final : public OpRecords {
     auto seconds = to_double(now.call(memory_)) - begun_s;
     const auto& shortest_s = known_.seconds;
     if (!times_each_) {
-      check_memory.call(costs_, pattern_.function.of(op.pattern));
+      check_memory.call(costs_, function.of(op.pattern->operator_));
       seconds = to_double(shortest_s.of(known));
     }
     if (is_measured) {
@@ -944,11 +933,6 @@ class Records final : public OpRecords {
     const c10::DebugInfoGuard guard(kProfiler, allocated);
     auto error = execute(called);
     taken_bytes = allocated->peak_bytes;
-    for (const auto& value : called.arguments) {
-      if (value.isTensor() && value.toTensor().defined() && value.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
-        taken_bytes += static_cast<int64_t>(value.toTensor().nbytes()); // the number is wrapped when Python calls the operator again
-      }
-    }
     return error;
   }
 
@@ -1175,12 +1159,11 @@ class Records final : public OpRecords {
       overwrites{"overwrites"}, packs{"packs"}, peak_bytes{"peak_bytes"}, pending{"pending"}, pin{"pin"},
       pin_if_lost{"pin_if_lost"}, pop_left{"popleft"}, raise_overwritten{"raise_overwritten"}, random{"random"}, read_s{"read_s"},
       recall{"recall"}, record_measured{"record_measured"}, record_write{"record_write"}, recorded{"recorded"}, recover_{"recover"},
-      released_in_log{"released"}, remember{"remember"}, repeatable{"repeatable"}, replay{"replay"}, restore_saved{"restore_saved"},
+      released_in_log{"released"}, remember{"remember"}, repeatable{"repeatable"}, restore_saved{"restore_saved"},
       settle{"settle"}, sizes_bytes{"sizes_bytes"}, start{"start"}, step_number{"number"}, step_ops{"step_ops"}, stop{"stop"},
       storages{"_storages"}, structures{"structures"}, unlock{"release"}, unpacked_in_log{"unpacked"}, update_size{"update_size"};
 
-  const py::object recorder_, watch_type_, reference_type_, logged_type_;
-  const PatternClass pattern_;
+  const py::object recorder_, watch_type_, logged_type_;
   const KnownClass known_;
   const py::object invisible_;
   const Slot watch_extra_, watch_size_, watch_storage_;
@@ -1189,7 +1172,7 @@ class Records final : public OpRecords {
   const py::object lock_of_draws_, get_random_state_, ledger_watch_type_;
   const Slot ledger_watch_id_;
   const int64_t few_ops_, measurements_;
-  const py::object hole_, new_pattern_, new_known_;
+  const py::object get_kernel_settings_, new_known_;
   const c10::Device budget_device_;
   const bool times_each_; // ops are done when they return
   std::vector<std::pair<c10::Device, py::object>> devices_;

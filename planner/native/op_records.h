@@ -36,6 +36,7 @@ inline int64_t version_of(const at::Tensor& tensor) {
 
 // The facts about an operator, as `planner.train.eager.operators.Operator` has them: `_fill_facts` of native_recording fills them in.
 struct OperatorFacts {
+  enum Replay : int64_t { kNoReplay, kWithNone, kWithoutStatistics };
   enum SizedByData : int64_t { kNever, kSizedByMasks, kSizedByData }; // masks are in the list that is the second argument
 
   int64_t passes = 1; // neither memory nor contents change, or Python does not know it
@@ -45,6 +46,7 @@ struct OperatorFacts {
   int64_t reads_to_host = 0, sized_by_data = kNever;
   int64_t may_guess = 0; // `OutputSizes.guess_bytes` may guess a workspace
   int64_t statistics = -1, training = -1;
+  int64_t replay = 0; // after an update of statistics: itself with None for them, or its overload `no_stats` without them
   int64_t mutated = 0; // a bit for each argument
 
   bool updates_statistics(c10::ArrayRef<c10::IValue> arguments) const {

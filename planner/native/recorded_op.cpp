@@ -2,8 +2,13 @@
 
 #include "recorded_op.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/stack.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Storage.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <new>
 
@@ -48,21 +53,67 @@ void drop_op(PyObject* self) {
   Py_TRASHCAN_END
 }
 
-// Returns the list of an op's inputs, with the geometry that its pattern has of them.
+// Returns the list of an op's inputs: storages and versions.
 py::object list_references(OpFields& fields) {
   if (!fields.references) {
-    const py::list shared = fields.pattern.attr("inputs");
     py::list made;
-    for (size_t i = 0; i < fields.reads.size(); ++i) {
-      const auto& read = fields.reads[i];
-      const py::object geometry = shared[i];
-      const auto field = [&](Py_ssize_t place) { return borrow(PyTuple_GET_ITEM(geometry.ptr(), place)); };
-      made.append(new_tuple<8>(py::type::handle_of(geometry), {read.storage, number(read.version), field(2), field(3), number(read.offset),
-                                                               field(5), boolean(read.conjugated), boolean(read.negated)}));
+    for (const auto& read : fields.reads) {
+      made.append(py::make_tuple(read.storage, read.version));
     }
     fields.references = std::move(made);
   }
   return fields.references;
+}
+
+py::object count_read_bytes(const OpFields& fields) {
+  int64_t read_bytes = 0;
+  for (const auto& input : fields.pattern->inputs) {
+    read_bytes += c10::multiply_integers(input.sizes) * static_cast<int64_t>(c10::elementSize(input.dtype));
+  }
+  return number(read_bytes);
+}
+
+at::Tensor view_of(const at::Tensor& source, const Argument& input, const Read& read) {
+  auto view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(source.storage()), source.key_set(), c10::scalarTypeToTypeMeta(input.dtype));
+  auto* impl = view.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(input.sizes, input.strides, read.offset);
+  impl->_set_conj(read.conjugated);
+  impl->_set_neg(read.negated);
+  return view;
+}
+
+// Executes an op again, on the tensors in a list, which have the storages of its inputs; returns the list of its outputs.
+PyObject* execute_again(PyObject* self, PyObject* sources) {
+  HANDLE_TH_ERRORS
+  const auto& op = fields_of(self);
+  const auto& pattern = *op.pattern;
+  torch::jit::Stack stack(pattern.arguments);
+  for (size_t i = 0; i < op.reads.size(); ++i) {
+    const auto& input = pattern.inputs[i];
+    auto tensor = view_of(THPVariable_Unpack(PyList_GET_ITEM(sources, static_cast<Py_ssize_t>(i))), input, op.reads[i]);
+    auto& argument = stack[input.place];
+    if (!input.item.has_value()) {
+      argument = std::move(tensor);
+      continue;
+    }
+    if (argument.is(pattern.arguments[input.place])) {
+      argument = argument.toList().copy();
+    }
+    argument.toList().set(*input.item, std::move(tensor));
+  }
+  {
+    const py::gil_scoped_release unlocked;
+    const at::AutoGradMode mode(pattern.grad_enabled);
+    pattern.handle.callBoxed(stack);
+  }
+  const bool is_list = stack.size() == 1 && stack[0].isTensorList();
+  py::list outputs;
+  for (const c10::IValue& value : is_list ? stack[0].toListRef() : c10::ArrayRef<c10::IValue>(stack)) {
+    outputs.append(torch::jit::toPyObject(value));
+  }
+  return outputs.release().ptr();
+  END_HANDLE_TH_ERRORS
 }
 
 py::object list_outputs(const OpFields& fields) {
@@ -107,18 +158,9 @@ PyObject* get_flag(PyObject* self, void*) {
   return PyBool_FromLong(fields_of(self).*field);
 }
 
-PyObject* get_of_pattern(PyObject* self, void* name) {
-  return PyObject_GetAttrString(fields_of(self).pattern.ptr(), static_cast<const char*>(name));
-}
-
-int set_recordable(PyObject* self, PyObject* value, void*) {
-  fields_of(self).recordable = value == Py_True;
-  return 0;
-}
-
-int set_ledger_id(PyObject* self, PyObject* value, void*) {
-  fields_of(self).ledger_id = borrow(value);
-  return 0;
+template <py::object OpPattern::* field>
+PyObject* get_of_pattern(PyObject* self, void*) {
+  return Py_NewRef(((*fields_of(self).pattern).*field).ptr());
 }
 
 int set_kept(PyObject* self, PyObject* value, void*) {
@@ -136,26 +178,20 @@ PyObject* get_made(PyObject* self, void*) {
 }
 
 PyGetSetDef* attributes() {
-  const auto shared = [](const char* name) { return PyGetSetDef{name, &get_of_pattern, nullptr, nullptr, const_cast<char*>(name)}; };
   static PyGetSetDef found[] = {
-      shared("operator"),
-      shared("function"),
-      shared("args"),
-      shared("kwargs"),
-      shared("grad_enabled"),
-      shared("settings"),
+      {"operator", &get_of_pattern<&OpPattern::operator_>, nullptr, nullptr, nullptr},
+      {"settings", &get_of_pattern<&OpPattern::settings>, nullptr, nullptr, nullptr},
       {"inputs", &get_made<list_references>, nullptr, nullptr, nullptr},
+      {"read_bytes", &get_made<count_read_bytes>, nullptr, nullptr, nullptr},
       {"kept", &get_made<list_kept>, &set_kept, nullptr, nullptr},
       {"known", &get_object<&OpFields::known>, nullptr, nullptr, nullptr},
-      {"recordable", &get_flag<&OpFields::recordable>, &set_recordable, nullptr, nullptr},
       {"outputs", &get_made<list_outputs>, nullptr, nullptr, nullptr},
       {"in_place", &get_flag<&OpFields::in_place>, nullptr, nullptr, nullptr},
       {"room_bytes", &get_number<&OpFields::room_bytes>, nullptr, nullptr, nullptr},
       {"seconds", &get_object<&OpFields::seconds>, nullptr, nullptr, nullptr},
       {"draws", &get_object<&OpFields::draws>, nullptr, nullptr, nullptr},
-      {"ledger_id", &get_object<&OpFields::ledger_id>, &set_ledger_id, nullptr, nullptr},
+      {"ledger_id", &get_object<&OpFields::ledger_id>, nullptr, nullptr, nullptr},
       {"module", &get_object<&OpFields::module>, nullptr, nullptr, nullptr},
-      {"number", &get_number<&OpFields::number>, nullptr, nullptr, nullptr},
       {}};
   return found;
 }
@@ -163,9 +199,11 @@ PyGetSetDef* attributes() {
 PyTypeObject* op_type() {
   static PyMemberDef members[] = {
       {"__weaklistoffset__", T_PYSSIZET, sizeof(PyObject), READONLY, nullptr}, {}};
+  static PyMethodDef methods[] = {{"execute", &execute_again, METH_O, nullptr}, {}};
   static PyType_Slot slots[] = {
       {Py_tp_dealloc, reinterpret_cast<void*>(&drop_op)}, {Py_tp_traverse, reinterpret_cast<void*>(&visit_fields)},
-      {Py_tp_clear, reinterpret_cast<void*>(&clear_fields)}, {Py_tp_getset, attributes()}, {Py_tp_members, members}, {0, nullptr}};
+      {Py_tp_clear, reinterpret_cast<void*>(&clear_fields)}, {Py_tp_getset, attributes()}, {Py_tp_members, members},
+      {Py_tp_methods, methods}, {0, nullptr}};
   static PyType_Spec spec = {"planner.native.RecordedOp", sizeof(OpObject), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
   static auto* type = reinterpret_cast<PyTypeObject*>(steal(PyType_FromSpec(&spec)).release().ptr());

@@ -6,10 +6,37 @@
 
 #include "python_objects.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/Storage.h>
 #include <c10/util/SmallVector.h>
+#include <torch/csrc/Export.h>
 
+#include <memory>
+#include <optional>
 #include <utility>
+#include <vector>
+
+namespace torch::jit { // of pybind_utils.h, which takes ten seconds to compile
+TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue value);
+} // namespace torch::jit
+
+// A tensor that is an argument of an op, without what differs between ops of a signature.
+struct Argument {
+  std::vector<int64_t> sizes, strides;
+  c10::ScalarType dtype;
+  size_t place; // of the argument
+  std::optional<size_t> item; // of its list
+};
+
+// What the records of a signature share.
+struct [[gnu::visibility("hidden")]] OpPattern {
+  pybind11::object operator_, settings; // Python's `Operator`, and what `get_kernel_settings` returned
+  c10::OperatorHandle handle; // to be called again: the operator, or one that computes the same outputs without side effects
+  std::vector<c10::IValue> arguments; // without tensors
+  std::vector<Argument> inputs;
+  bool grad_enabled; // some kernels decide by it what they keep for their backward pass
+};
 
 // A tensor that an op has read, without what all ops of its signature share.
 struct [[gnu::visibility("hidden")]] Read {
@@ -20,7 +47,7 @@ struct [[gnu::visibility("hidden")]] Read {
 
 // What is not the pattern's. No `Read` is changed when Python may have seen it.
 struct [[gnu::visibility("hidden")]] OpFields {
-  pybind11::object pattern; // the `OpPattern` of the signature
+  std::shared_ptr<const OpPattern> pattern;
   pybind11::object known, draws, module, seconds, ledger_id;
   pybind11::object references; // the list of inputs, once Python has asked for it
   c10::SmallVector<Read, 3> reads;

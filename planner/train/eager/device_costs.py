@@ -192,7 +192,7 @@ class DeviceCosts(OpCosts):
     def note(self, op: RecordedOp, made_bytes: int, workspace_bytes: int) -> None:
         """Note what an op has taken that was measured, and the bytes that it has made."""
         measured = self._measured[op.operator.name]
-        moved_bytes = made_bytes + sum(reference.count_bytes() for reference in op.inputs)
+        moved_bytes = made_bytes + op.read_bytes
         measured.executions += 1
         if measured.executions > MEASUREMENTS:  # the first ones load kernels
             measured.seconds += op.seconds

@@ -20,7 +20,7 @@ from graphs.units import format_bytes, format_enough
 from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import storage_address, storage_use_count
 from planner.train.eager.sizes import OutputSizes
-from planner.train.eager.storages import LedgerWatch, RecordedOp, StorageWatch, TrackedStorage, make_alias, refer_to_geometry
+from planner.train.eager.storages import Geometry, LedgerWatch, RecordedOp, StorageWatch, TrackedStorage, make_alias
 from solvers.online.ledger import Ledger
 
 # Storages in use are pinned in the ledger; before each search for a victim a few of them are checked again.
@@ -317,7 +317,7 @@ class Memory:
     def _evict(self, storage: TrackedStorage) -> None:
         if storage.aliases:
             evicted = storage.evicted_aliases or {}
-            evicted.update({number: (alias._version, refer_to_geometry(alias)) for number, alias in storage.aliases.items()})
+            evicted.update({number: (alias._version, Geometry.of(alias)) for number, alias in storage.aliases.items()})
             storage.evicted_aliases = evicted
         if storage.saved:
             storage.evicted = True

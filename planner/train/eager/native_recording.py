@@ -13,13 +13,14 @@ from graphs.errors import PlannerError
 from planner.capture.program.draws import LOCK
 from planner.native.library import Library, is_being_compiled, wait_for_library
 from planner.progress import Stage, Stages, list_views
+from planner.torch_private.core import get_kernel_settings
 from planner.train.eager.device_costs import MEASUREMENTS
 from planner.train.eager.draws import get_random_state
 from planner.train.eager.recording import FEW_OPS, LONGEST_CHAIN, Recorder
 from planner.train.eager.shared_context import SharedContext
 from planner.train.eager.sizes import KnownOp, may_take_workspace
 from planner.train.eager.step_log import LoggedOp
-from planner.train.eager.storages import HOLE, LedgerWatch, OpPattern, Reference, StorageWatch, TrackedStorage
+from planner.train.eager.storages import LedgerWatch, StorageWatch, TrackedStorage
 
 _Hooks = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]  # pack and unpack saved tensors
 _Describe = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64))
@@ -50,9 +51,9 @@ class NativeRecording:
         self._describe = _Describe(partial(_fill_facts, recorder))  # kept alive as long as the library may call it
         self._handle = library.eager_new(self._describe)
         weakref.finalize(self, library.eager_drop, self._handle)
-        parts = StorageWatch, Reference, LoggedOp, OpPattern, KnownOp, LONGEST_CHAIN, LOCK, get_random_state, LedgerWatch
+        parts = StorageWatch, LoggedOp, KnownOp, LONGEST_CHAIN, LOCK, get_random_state, LedgerWatch, FEW_OPS, MEASUREMENTS
         record_with = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, ctypes.py_object)(("eager_record_with", library))
-        found = record_with(self._handle, (recorder, *parts, FEW_OPS, MEASUREMENTS, HOLE))
+        found = record_with(self._handle, (recorder, *parts, get_kernel_settings))
         self.hooks: _Hooks = found[:2]
         recorder.memory.enter_ops = found[2]
 
@@ -85,6 +86,7 @@ def _fill_facts(recorder: Recorder, name: bytes, overload: bytes, facts: Any) ->
         may_take_workspace(operator.function),
         -1 if operator.statistics is None else operator.statistics,
         -1 if operator.training is None else operator.training,
+        operator.replay,
         sum(1 << position for position, _ in operator.mutated),
     )
     for i, value in enumerate(values):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -10,8 +11,6 @@ from graphs.errors import UsageError
 from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
 from planner.torch_private.core import OpOverload
 from planner.train.eager.tensor_arguments import is_mask, list_names_of_outs
-
-_aten = torch.ops.aten
 
 # These give a tensor another storage, or resize its storage.
 _REBIND = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set_data"}
@@ -30,8 +29,22 @@ _RUNNING_STATISTICS: dict[str, tuple[int, int | None]] = {
 _PLAIN = {"Tensor", "List[Tensor]", "int", "float", "bool", "number", "List[int]", "List[float]", "List[bool]"}
 # The sizes of their outputs depend on data, although some of their overloads have no tag that says so.
 _SIZED_BY_DATA = {"aten::_pack_padded_sequence", "aten::_padded_dense_to_jagged_forward", "aten::index"}
-# With None as running statistics, these compute the same outputs without writing anything.
-_WITHOUT_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+
+
+class Replay(IntEnum):
+    """How an operator that updates statistics computes the same outputs without doing so; as in op_records.h."""
+
+    NONE = 0
+    WITH_NONE = 1
+    WITHOUT_STATISTICS = 2
+
+
+_REPLAYS = {
+    "aten::native_batch_norm": Replay.WITH_NONE,
+    "aten::cudnn_batch_norm": Replay.WITH_NONE,
+    "aten::miopen_batch_norm": Replay.WITH_NONE,
+    "aten::_native_batch_norm_legit": Replay.WITHOUT_STATISTICS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +71,8 @@ class Operator:
         reads_to_host: its result is a Python number, read from a tensor.
         statistics: position of the running mean, which the running variance follows; None if it has none.
         training: position of the flag that enables the update; None if it always updates them.
-        replay: the function that recomputes its outputs in training, with None for the statistics; None if there is none.
+        replay: how its outputs are recomputed after an update: by itself with None for the statistics, by its overload without
+            them, or not.
     """
 
     function: Callable[..., Any]
@@ -80,7 +94,7 @@ class Operator:
     reads_to_host: bool
     statistics: int | None
     training: int | None
-    replay: Callable[..., Any] | None
+    replay: Replay
 
     @classmethod
     def of(cls, op: object) -> "Operator":
@@ -127,7 +141,7 @@ class Operator:
             reads_to_host=name == "aten::_local_scalar_dense",
             statistics=statistics,
             training=training,
-            replay=_replay(op, name),
+            replay=_REPLAYS.get(name, Replay.NONE),
         )
 
     def is_sized_by_data(self, args: Sequence[Any]) -> bool:
@@ -140,11 +154,3 @@ class Operator:
 def _has_tensors(schema: Any) -> bool:
     """Return True if an operator of this schema reads or returns tensors whose memory may matter."""
     return any("Tensor" in str(value.type) for value in (*schema.returns, *schema.arguments))
-
-
-def _replay(op: OpOverload, name: str) -> Callable[..., Any] | None:
-    if name in _WITHOUT_STATISTICS:
-        return op
-    if name == "aten::_native_batch_norm_legit":
-        return lambda *args: _aten._native_batch_norm_legit.no_stats(*args[:3], *args[5:])
-    return None

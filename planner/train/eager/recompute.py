@@ -25,7 +25,7 @@ from planner.torch_private.core import (
 from planner.train.eager.device_costs import OpCosts
 from planner.train.eager.memory import Memory
 from planner.train.eager.sizes import may_take_free_memory
-from planner.train.eager.storages import RecordedOp, Reference, TrackedStorage, fill
+from planner.train.eager.storages import RecordedOp, TrackedStorage, make_alias
 
 # With fewer recomputed ops than this, the limit on recomputation is not checked.
 _FEW_OPS = 1000
@@ -68,12 +68,11 @@ class Recomputation:
     @contextmanager
     def run_own_ops(self) -> Iterator[None]:
         """Run ops without recording them, below autograd, autocast and vmap, where the recorded ops were recorded."""
-        grad_enabled, settings = torch.is_grad_enabled(), get_kernel_settings()
+        settings = get_kernel_settings()
         try:
             with below_autograd(), without_keys(self.own_keys):
                 yield
         finally:
-            torch.set_grad_enabled(grad_enabled)
             _use(settings)
 
     def recompute(self, storage: TrackedStorage) -> torch.Tensor:
@@ -135,20 +134,20 @@ class Recomputation:
         """Return a new rebuild of a storage. All inputs of its ops count as read now, before missing ones are recomputed."""
         rebuild = _Rebuild(storage, version)
         for op in rebuild.chain:
-            for ref in op.inputs:
-                if ref.storage is not None:
-                    self.memory.touch(ref.storage, self.memory.clock_s)
+            for read, _ in op.inputs:
+                if read is not None:
+                    self.memory.touch(read, self.memory.clock_s)
         return rebuild
 
     def _execute(self, rebuild: "_Rebuild", stack: "list[_Rebuild]") -> None:
         op = rebuild.chain[rebuild.step]
-        tensors = [tensor for ref in op.inputs if (tensor := rebuild.get_tensor(ref)) is not None]
-        if len(tensors) < len(op.inputs):  # the garbage collector has just freed one
+        sources = [source for storage, version in op.inputs if (source := rebuild.get_source(storage, version)) is not None]
+        if len(sources) < len(op.inputs):  # the garbage collector has just freed one
             return
         # The list holds the inputs, so that they are not evicted.
         # A tensor for results counts with its last size, although an op resizes it only later.
         self._make_room(op, op.room_bytes if op.in_place else max(op.room_bytes, rebuild.storage.size_bytes), stack)
-        called = self._call(op, tensors, stack)
+        called = self._call(op, sources, stack)
         if called is None:
             rebuild.restart(self.memory)
             return
@@ -162,35 +161,31 @@ class Recomputation:
         memory, at_last = self.memory, False
         while memory.live_bytes + room_bytes > memory.budget_bytes:
             try:
-                memory.make_room(room_bytes, f"recomputing {op.function}", at_last=at_last)
+                memory.make_room(room_bytes, f"recomputing {op.operator.function}", at_last=at_last)
             except BudgetError:
                 if at_last:
                     raise
                 at_last = not _let_go(stack)
         memory.peak_bytes = max(memory.peak_bytes, memory.live_bytes + room_bytes)
 
-    def _call(self, op: RecordedOp, tensors: list[torch.Tensor], stack: "list[_Rebuild]") -> tuple[list[Any], float] | None:
+    def _call(self, op: RecordedOp, sources: list[torch.Tensor], stack: "list[_Rebuild]") -> tuple[list[Any], float] | None:
         """Execute an op again, until the allocator has memory for it or nothing is left to evict; return outputs and seconds.
 
         Return None if the op may have written before the allocator failed. The caller then rebuilds the storage that it writes.
         """
-        remaining = iter(tensors)
-        args = fill(op.args, remaining)
-        kwargs = fill(op.kwargs, remaining)
-        torch.set_grad_enabled(op.grad_enabled)
         _use(op.settings)
         costs = self.costs
-        if not costs.times_each and may_take_free_memory(op.function):
+        if not costs.times_each and may_take_free_memory(op.operator.function):
             costs.find_block(op.room_bytes, self.memory.evict_after)
         while True:
             start = self.memory.now()
             costs.forget_failures()
             try:
                 if op.draws is None:
-                    outputs = op.function(*args, **kwargs)
+                    outputs = op.execute(sources)
                 else:
                     generator, state = op.draws
-                    outputs = draw_again(state.copy.get_state(), generator, None, op.function, *args, **kwargs)
+                    outputs = draw_again(state.copy.get_state(), generator, None, op.execute, sources)
                 break
             except Exception as error:
                 while not self.memory.evict_after(error):
@@ -199,16 +194,16 @@ class Recomputation:
                 if op.in_place and not op.operator.allocates_first:
                     return None
         seconds = self.memory.now() - start
-        costs.check_memory(op.function)
+        costs.check_memory(op.operator.function)
         if not costs.times_each:
             seconds = op.seconds
-        return (list(outputs) if isinstance(outputs, list | tuple) else [outputs]), seconds
+        return outputs, seconds
 
     def _count(self, op: RecordedOp, seconds: float) -> None:
         self.ops += 1
         self.seconds += seconds
         self.memory.clock_s += seconds
-        for by, name in ((self.by_operator, str(op.function)), (self.by_module, op.module or "outside of modules")):
+        for by, name in ((self.by_operator, str(op.operator.function)), (self.by_module, op.module or "outside of modules")):
             count, total = by.get(name, (0, 0.0))
             by[name] = count + 1, total + seconds
         step = self.ops - self._ops_before
@@ -239,13 +234,12 @@ class _Rebuild:
         """Return the next input of the next op that is not resident."""
         if self.step == len(self.chain):
             return None
-        for ref in self.chain[self.step].inputs:
-            storage = ref.storage
-            if storage is None or (storage.address and ref.version == storage.version):
+        for storage, version in self.chain[self.step].inputs:
+            if storage is None or (storage.address and version == storage.version):
                 continue
-            if (id(storage), ref.version) in self._inputs or storage.has_copy(ref.version):
+            if (id(storage), version) in self._inputs or storage.has_copy(version):
                 continue
-            return storage, ref.version
+            return storage, version
         return None
 
     def receive(self, made: "_Rebuild") -> None:
@@ -261,18 +255,16 @@ class _Rebuild:
         self._inputs.clear()
         return True
 
-    def get_tensor(self, ref: Reference) -> torch.Tensor | None:
-        """Return the tensor of an input; None if it is not resident."""
-        storage = ref.storage
+    def get_source(self, storage: TrackedStorage | None, version: int) -> torch.Tensor | None:
+        """Return another tensor on the storage of an input; None if it is not resident."""
         if storage is None:
-            assert self.built is not None
-            return ref.view_of(self.built)
-        source = self._inputs.get((id(storage), ref.version))
+            return self.built
+        source = self._inputs.get((id(storage), version))
         if source is None and storage.snapshots is not None:
-            source = storage.snapshots.get(ref.version)
-        if source is None:
-            source = get_resident_tensor(storage)
-        return None if source is None else ref.view_of(source)
+            source = storage.snapshots.get(version)
+        if source is None and (resident := get_resident_tensor(storage)) is not None:
+            source = make_alias(resident)  # whoever holds this one keeps the storage from being evicted
+        return source
 
     def take_outputs(self, op: RecordedOp, outputs: list[Any], memory: Memory) -> None:
         """Take the output of an op of the chain, and keep its other outputs that saved tensors need."""

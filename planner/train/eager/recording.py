@@ -25,7 +25,7 @@ from planner.train.eager.saved_tensors import raise_overwritten, restore_alias
 from planner.train.eager.sizes import KnownOp, OutputSizes, bound_data_dependent_bytes, may_take_free_memory
 from planner.train.eager.sources import Sources
 from planner.train.eager.step_follower import StepFollower
-from planner.train.eager.storages import RecordedOp, Reference, TrackedStorage
+from planner.train.eager.storages import Geometry, RecordedOp, TrackedStorage
 
 # Records are dropped when no tensor is saved, but only if there are more of them than this.
 FEW_OPS = 64
@@ -109,14 +109,14 @@ class Recorder:
         """Evict until an op fits; for a guessed workspace only as far as possible."""
         memory = self.memory
         try:
-            memory.make_room(known.out_bytes + known.workspace_bytes, op.function, at_last=not known.guessed)
+            memory.make_room(known.out_bytes + known.workspace_bytes, op.operator.function, at_last=not known.guessed)
         except BudgetError:
             if not known.guessed:
                 raise
-            memory.make_room(known.out_bytes, op.function)
-        for reference in op.inputs:
-            if reference.storage is not None and reference.storage.pinned:  # perhaps only now: `forget_unneeded`
-                self.sources.keep(reference.storage, reference.version, op)
+            memory.make_room(known.out_bytes, op.operator.function)
+        for storage, version in op.inputs:
+            if storage is not None and storage.pinned:  # perhaps only now: `forget_unneeded`
+                self.sources.keep(storage, version, op)
 
     # After an op.
 
@@ -186,7 +186,7 @@ class Recorder:
         """Return the alias of a saved tensor that was evicted: see ``saved_tensors``."""
         return restore_alias(self.recomputation, storage, number, expected)
 
-    def raise_overwritten(self, saved: torch.Tensor | Reference, expected: int, version: int) -> NoReturn:
+    def raise_overwritten(self, saved: torch.Tensor | Geometry, expected: int, version: int) -> NoReturn:
         """Raise the error for a saved tensor that was modified in place: see ``saved_tensors``."""
         raise_overwritten(saved, expected, version)
 

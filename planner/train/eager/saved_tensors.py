@@ -5,7 +5,7 @@ from typing import NoReturn
 import torch
 
 from planner.train.eager.recompute import Recomputation, get_resident_tensor
-from planner.train.eager.storages import Reference, TrackedStorage, make_alias
+from planner.train.eager.storages import Geometry, TrackedStorage, make_alias
 
 
 def restore_alias(recomputation: Recomputation, storage: TrackedStorage, number: int, expected: int) -> torch.Tensor:
@@ -15,19 +15,19 @@ def restore_alias(recomputation: Recomputation, storage: TrackedStorage, number:
         RuntimeError: the tensor was modified in place after it was saved, at version `expected`.
     """
     assert storage.evicted_aliases is not None
-    version, reference = storage.evicted_aliases[number]
+    version, geometry = storage.evicted_aliases[number]
     if version != expected:
-        raise_overwritten(reference, expected, version)
+        raise_overwritten(geometry, expected, version)
     with recomputation.run_own_ops():
         source = get_resident_tensor(storage)
         if source is None:
             source = recomputation.recompute(storage)
-        alias = storage.aliases[number] = make_alias(reference.view_of(source))
+        alias = storage.aliases[number] = make_alias(geometry.view_of(source))
     del storage.evicted_aliases[number]
     return alias
 
 
-def raise_overwritten(saved: torch.Tensor | Reference, expected: int, version: int) -> NoReturn:
+def raise_overwritten(saved: torch.Tensor | Geometry, expected: int, version: int) -> NoReturn:
     """Raise the error that plain eager PyTorch raises for a saved tensor that was modified in place."""
     kind = f"{saved.dtype}".removeprefix("torch.")
     raise RuntimeError(

@@ -35,7 +35,7 @@ class Sources:
         self._copied_bytes = 0  # in this step
         self._read_by: tuple[int, dict[Hashable, list[int]]] = (-1, {})  # `packs` when it was found
 
-    def copy_before_writes(self, op: RecordedOp | Operator, written: Sequence[TrackedStorage]) -> None:
+    def copy_before_writes(self, operator: Operator, written: Sequence[TrackedStorage]) -> None:
         """Copy pinned storages that are about to be written, if saved tensors may have to be recomputed from them.
 
         Pin those saved tensors instead, if they are smaller. Other tensors computed from them are pinned when they are read.
@@ -48,7 +48,7 @@ class Sources:
                 and (readers := self._find_saved_readers(storage))
                 and not self._pin_instead(readers, storage.size_bytes)
             ):
-                self._memory.make_room(storage.size_bytes, f"a copy of the tensor that {op.function} writes")
+                self._memory.make_room(storage.size_bytes, f"a copy of the tensor that {operator.function} writes")
                 copy = view_whole(storage).clone()
                 self._memory.add(copy, visible=False)
                 storage.snapshots = {**(storage.snapshots or {}), storage.version: copy}
@@ -67,11 +67,10 @@ class Sources:
         storage.checked = overwrites
         for computed in checked:  # grows in the loop
             for op in computed.chain:
-                for reference in op.inputs:
-                    source = reference.storage
-                    if source is None or (source.pinned and self.keep(source, reference.version, op)):
+                for source, version in op.inputs:
+                    if source is None or (source.pinned and self.keep(source, version, op)):
                         continue
-                    if not source.is_recomputable(reference.version):
+                    if not source.is_recomputable(version):
                         for passed in checked:
                             passed.checked = -1
                         self.pin(storage)
@@ -148,13 +147,12 @@ class Sources:
         while stack:
             reader = stack.pop()
             for op in reader.chain:
-                for reference in op.inputs:
-                    storage = reference.storage
+                for storage, version in op.inputs:
                     if storage is None:
                         continue
                     if storage.pinned:
-                        readers.setdefault((id(storage), reference.version), []).append(id(reader))
-                    if not storage.pinned or storage.is_recomputable(reference.version):
+                        readers.setdefault((id(storage), version), []).append(id(reader))
+                    if not storage.pinned or storage.is_recomputable(version):
                         readers.setdefault(id(storage), []).append(id(reader))
                         if id(storage) not in seen:
                             seen.add(id(storage))

@@ -1,14 +1,12 @@
 """Tracked storages with their versions, and the recorded ops that made them. The C++ library makes both (``planner/native``)."""
 
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from planner.runtime.random_state import RandomState
-from planner.torch_private.core import get_kernel_settings, make_subclass, neg_view
+from planner.torch_private.core import make_subclass, neg_view
 from planner.train.eager.operators import Operator
 from planner.train.eager.sizes import KnownOp
 
@@ -52,7 +50,7 @@ class TrackedStorage:
     barred: bool
     base: torch.Tensor | None
     aliases: dict[int, torch.Tensor]
-    evicted_aliases: "dict[int, tuple[int, Reference]] | None"
+    evicted_aliases: "dict[int, tuple[int, Geometry]] | None"
     saved: int
     evicted: bool
     ledger_id: int | None
@@ -106,14 +104,9 @@ class LedgerWatch(weakref.ref[TrackedStorage]):
     ledger_id: int
 
 
-class Reference(NamedTuple):
-    """A tensor as an argument of a recorded op: a storage, the version of its contents, and the geometry of the view.
+class Geometry(NamedTuple):
+    """The geometry of a view of a storage."""
 
-    The storage is None for a storage that the op itself writes in place: the one that is being rebuilt.
-    """
-
-    storage: TrackedStorage | None
-    version: int
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -121,9 +114,11 @@ class Reference(NamedTuple):
     conjugated: bool
     negated: bool
 
-    def count_bytes(self) -> int:
-        """Return the bytes of its elements."""
-        return self.shape.numel() * self.dtype.itemsize
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Geometry":
+        """Return the geometry of `tensor`."""
+        dtype, offset = tensor.dtype, int(tensor.storage_offset())
+        return cls(tensor.shape, tensor.stride(), offset, dtype, dtype.is_complex and tensor.is_conj(), tensor.is_neg())
 
     def view_of(self, source: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the storage of `source`."""
@@ -137,56 +132,17 @@ class Reference(NamedTuple):
         return neg_view(view) if self.negated else view
 
 
-def refer_to_geometry(tensor: torch.Tensor) -> Reference:
-    """Return a reference to `tensor` that does not say which storage it is a view of."""
-    dtype = tensor.dtype
-    is_conjugated = dtype.is_complex and tensor.is_conj()
-    offset = int(tensor.storage_offset())
-    return Reference(None, 0, tensor.shape, tensor.stride(), offset, dtype, is_conjugated, tensor.is_neg())
-
-
-class _Hole:
-    """The place of a tensor among the arguments of a recorded op."""
-
-    def __repr__(self) -> str:
-        return "HOLE"
-
-
-HOLE = _Hole()
-
-
-@dataclass(slots=True)
-class OpPattern:
-    """What the recorded ops of a signature share.
-
-    Attributes:
-        operator: the facts about the operator.
-        function: the function to call again: the operator, or one that computes the same outputs without side effects.
-        args: its arguments, with ``HOLE`` in place of each tensor.
-        kwargs: its keyword arguments, likewise.
-        inputs: the geometry of the tensors among them, in order.
-        grad_enabled: gradient mode was enabled, on which some kernels decide what they keep for their backward pass.
-        settings: other settings with which it ran: ``get_kernel_settings``.
-    """
-
-    operator: Operator
-    function: Any
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    inputs: list[Reference]
-    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
-    settings: tuple[Any, ...] = field(default_factory=get_kernel_settings)
-
-
 class RecordedOp(Protocol):
     """One execution of an operator, with everything that is needed to execute it again.
 
     Attributes:
-        operator, function, args, kwargs, grad_enabled, settings: those of its pattern.
-        inputs: the tensors among its arguments, in order.
+        operator: the facts about the operator.
+        settings: settings with which it ran: ``get_kernel_settings``.
+        inputs: the tensors among its arguments, in order: storages and the versions of their contents. The storage is None if
+            the op itself writes it in place: the one that is being rebuilt.
+        read_bytes: bytes of the inputs.
         kept: the storages of inputs that cannot be recomputed.
         known: the facts about its signature.
-        recordable: it can be executed again.
         outputs: weak references to the storages that it made, with the position of the output; for an in-place op the storage
             that it writes.
         in_place: it writes a storage that existed before.
@@ -195,19 +151,14 @@ class RecordedOp(Protocol):
         draws: the generator and its state before the op; None if it draws no random numbers.
         ledger_id: id in the ledger; None before it is entered.
         module: name of the module that was running.
-        number: number of the op in its step if the step is logged, else among all recorded ops.
     """
 
     operator: Operator
-    function: Any
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    grad_enabled: bool
     settings: tuple[Any, ...]
-    inputs: list[Reference]
+    inputs: list[tuple[TrackedStorage | None, int]]
+    read_bytes: int
     kept: tuple[torch.UntypedStorage, ...]
     known: KnownOp
-    recordable: bool
     outputs: list[tuple[int, weakref.ref[TrackedStorage]]]
     in_place: bool
     room_bytes: int
@@ -215,18 +166,9 @@ class RecordedOp(Protocol):
     draws: tuple[torch.Generator, RandomState] | None
     ledger_id: int | None
     module: str
-    number: int
 
-
-def fill(values: Any, tensors: Iterator[Any]) -> Any:
-    """Return nested arguments with the next of `tensors` in place of each ``HOLE``."""
-    if values is HOLE:
-        return next(tensors)
-    if isinstance(values, list):
-        return [fill(value, tensors) for value in values]
-    if isinstance(values, dict):
-        return {name: fill(value, tensors) for name, value in values.items()}
-    return values
+    def execute(self, sources: list[torch.Tensor]) -> list[Any]:
+        """Execute it again, on tensors with the storages of its inputs, and return its outputs."""
 
 
 def make_alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -304,6 +304,13 @@ PyObject* enter_ops(PyObject* self, PyObject* pending) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* settle(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  static_cast<Observed*>(PyCapsule_GetPointer(self, nullptr))->lock()->settle();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 template <typename Held>
 PyObject* new_capsule(const Held& held) {
   return PyCapsule_New(new Held(held), nullptr, [](PyObject* dropped) {
@@ -350,11 +357,12 @@ void eager_leave(int64_t receiver) {
 
 // The following functions need Python's global interpreter lock.
 
-// Makes the records, with the objects that op_records.cpp names, and returns the hooks that pack and unpack saved tensors, and
-// `Memory.enter_ops`; null, with Python's error set, on failure.
+// Makes the records, with the objects that op_records.cpp names, and returns the hooks that pack and unpack saved tensors,
+// `Memory.enter_ops` and `Memory.settle`; null, with Python's error set, on failure.
 PyObject* eager_record_with(int64_t receiver, PyObject* parts) {
   static PyMethodDef methods[] = {
-      {"pack", &pack, METH_O, nullptr}, {"unpack", &unpack, METH_O, nullptr}, {"enter_ops", &enter_ops, METH_O, nullptr}};
+      {"pack", &pack, METH_O, nullptr}, {"unpack", &unpack, METH_O, nullptr}, {"enter_ops", &enter_ops, METH_O, nullptr},
+      {"settle", &settle, METH_NOARGS, nullptr}};
   try {
     of(receiver)->records = new_op_records(parts);
   } catch (const std::exception& error) {
@@ -363,8 +371,8 @@ PyObject* eager_record_with(int64_t receiver, PyObject* parts) {
   }
   PyObject* held = new_capsule(of(receiver));
   PyObject* observed = new_capsule(Observed(of(receiver)->records)); // the records hold the memory
-  PyObject* found = Py_BuildValue("NNN", PyCFunction_New(&methods[0], held), PyCFunction_New(&methods[1], held),
-                                  PyCFunction_New(&methods[2], observed));
+  PyObject* found = Py_BuildValue("NNNN", PyCFunction_New(&methods[0], held), PyCFunction_New(&methods[1], held),
+                                  PyCFunction_New(&methods[2], observed), PyCFunction_New(&methods[3], observed));
   Py_DECREF(held);
   Py_DECREF(observed);
   return found;

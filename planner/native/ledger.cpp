@@ -212,7 +212,7 @@ class Ledger final : public EvictionLedger {
     update_candidate(id);
   }
 
-  void drop(int64_t id) {
+  void drop(int64_t id) override {
     restore(id);
     auto& storage = at(id);
     storage.live = false;

@@ -265,6 +265,10 @@ class Records final : public OpRecords {
     }
   }
 
+  void settle() override {
+    settle_freed();
+  }
+
   void release(SavedTensor& saved) override {
     const auto storage = borrow(saved.storage);
     const auto count = storage_of(storage).saved - 1;
@@ -703,9 +707,11 @@ class Records final : public OpRecords {
     return value.ptr() != nullptr && !value.is_none();
   }
 
-  static void remove(py::handle dictionary, py::handle key) {
+  // Returns whether there was something to remove.
+  static bool remove(py::handle dictionary, py::handle key) {
     const auto found = PyDict_Contains(dictionary.ptr(), key.ptr());
     check(found > 0 ? PyDict_DelItem(dictionary.ptr(), key.ptr()) : found);
+    return found > 0;
   }
 
   static py::object identity_of(py::handle object) {
@@ -824,7 +830,6 @@ class Records final : public OpRecords {
     return number(reinterpret_cast<int64_t>(tensor.storage().unsafeGetStorageImpl()));
   }
 
-  // Records the storages that were freed, as `Memory.settle` does.
   void settle_freed() {
     while (PyObject_Size(freed_.ptr()) > 0) {
       const auto watch = pop_left.call(freed_);
@@ -850,8 +855,12 @@ class Records final : public OpRecords {
         note_gone.call(memory_, storage);
       }
     }
-    if (const auto dropped = dropped_.of(memory_); PyObject_Size(dropped.ptr()) > 0) {
-      settle.call(memory_);
+    for (const auto dropped = dropped_.of(memory_); PyObject_Size(dropped.ptr()) > 0;) {
+      const auto watch = pop_left.call(dropped), ledger = ledger_.of(memory_);
+      const auto id = borrow(ledger_watch_id_.in(watch));
+      if (!ledger.is_none() && remove(by_id.of(memory_), id)) {
+        find_ledger(ledger.ptr())->drop(to_int(id));
+      }
     }
   }
 
@@ -1160,7 +1169,7 @@ class Records final : public OpRecords {
       pin_if_lost{"pin_if_lost"}, pop_left{"popleft"}, raise_overwritten{"raise_overwritten"}, random{"random"}, read_s{"read_s"},
       recall{"recall"}, record_measured{"record_measured"}, record_write{"record_write"}, recorded{"recorded"}, recover_{"recover"},
       released_in_log{"released"}, remember{"remember"}, repeatable{"repeatable"}, restore_saved{"restore_saved"},
-      settle{"settle"}, sizes_bytes{"sizes_bytes"}, start{"start"}, step_number{"number"}, step_ops{"step_ops"}, stop{"stop"},
+      sizes_bytes{"sizes_bytes"}, start{"start"}, step_number{"number"}, step_ops{"step_ops"}, stop{"stop"},
       storages{"_storages"}, structures{"structures"}, unlock{"release"}, unpacked_in_log{"unpacked"}, update_size{"update_size"};
 
   const py::object recorder_, watch_type_, logged_type_;

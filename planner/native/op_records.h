@@ -105,6 +105,9 @@ class OpRecords {
 
   // Enters recorded ops into the ledger.
   virtual void enter_ops(PyObject* pending) = 0;
+
+  // Records the storages that were freed since the last call.
+  virtual void settle() = 0;
 };
 
 // The handle that autograd holds in place of a saved tensor, so that its storage can be evicted.
@@ -131,6 +134,7 @@ class EvictionLedger {
   virtual void note_evicted(int64_t id) = 0;
   virtual void pin(int64_t id) = 0;
   virtual void unpin(int64_t id) = 0;
+  virtual void drop(int64_t id) = 0;
 };
 
 // Returns the ledger of ledger.cpp that an object is; null if it is another one.

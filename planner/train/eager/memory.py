@@ -50,9 +50,9 @@ class Memory:
         clock_s: total time of ops so far.
         read_s: the clock when the program's last op ended: the time of the next op's reads, even if inputs are recomputed for it.
         pending: ops that were recorded since the ledger was last used; they are entered into it before its next use.
-        on_release: called with each storage that the program has released.
         evict_planned: evicts a storage that the plan evicts, and returns True if there is one; called before the heuristic.
-        enter_ops: enters recorded ops into the ledger.
+        enter_ops: enters recorded ops into the ledger: the C++ library's, as the next one.
+        settle: records the storages that were freed since the last call.
         forget_unneeded: drops records that no saved tensor needs, with what they keep; called before a budget is too small.
     """
 
@@ -83,9 +83,9 @@ class Memory:
         self._dropped: deque[LedgerWatch] = deque()
         self.ledger: Ledger | None = None
         self.now = perf_counter
-        self.on_release: Callable[[TrackedStorage], None] | None = None
         self.evict_planned: Callable[[], bool] = lambda: False
-        self.enter_ops: Callable[[list[weakref.ref[RecordedOp]]], None] = lambda _ops: None
+        self.enter_ops: Callable[[list[weakref.ref[RecordedOp]]], None]
+        self.settle: Callable[[], None]
         self.forget_unneeded: Callable[[], None] = lambda: None
         self._new_storage = new_storage
         self._new_ledger = new_ledger
@@ -135,29 +135,6 @@ class Memory:
             self._invisible.add(watch)
             self.extra_bytes += size_bytes
         return storage
-
-    def settle(self) -> None:
-        """Record the storages that were freed since the last call."""
-        freed, resident = self.freed, self.resident
-        while freed:
-            watch = freed.popleft()
-            self.live_bytes -= watch.size_bytes
-            if watch.extra_bytes:
-                self._invisible.discard(watch)
-                self.extra_bytes -= watch.extra_bytes
-            storage = watch.storage()
-            if storage is not None and storage.watch is watch:
-                if resident.get(storage.address) is storage:  # else a new storage has the address by now
-                    del resident[storage.address]
-                storage.address, storage.watch = 0, None
-                if not storage.saved and self.on_release is not None:
-                    self.on_release(storage)
-                if storage.ledger_id is not None:
-                    self.note_gone(storage)
-        while self._dropped:
-            watch_of_ledger = self._dropped.popleft()
-            if self.ledger is not None and self._by_id.pop(watch_of_ledger.ledger_id, None) is not None:
-                self.ledger.drop(watch_of_ledger.ledger_id)
 
     def note_gone(self, storage: TrackedStorage) -> None:
         """Record in the ledger that a storage is no longer resident."""

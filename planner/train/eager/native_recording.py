@@ -55,7 +55,7 @@ class NativeRecording:
         record_with = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, ctypes.py_object)(("eager_record_with", library))
         found = record_with(self._handle, (recorder, *parts, get_kernel_settings))
         self.hooks: _Hooks = found[:2]
-        recorder.memory.enter_ops = found[2]
+        recorder.memory.enter_ops, recorder.memory.settle = found[2:]
 
     @contextmanager
     def enter(self) -> Iterator[None]:

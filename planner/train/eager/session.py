@@ -126,6 +126,7 @@ class Rematerialization:
         self._device = device
         self._counted = counted
         self._recorder: Recorder | None = None
+        self._recording: NativeRecording | None = None
         self._block = ExitStack()
 
     @shorten_traceback
@@ -142,20 +143,19 @@ class Rematerialization:
             budget_bytes = self._budget.resolve(0) - context_bytes
         sizes = OutputSizes(self._device)
         memory = Memory(budget_bytes, sizes, partial(create_ledger, self._heuristic), find_storage_type())
+        costs = create_costs(self._device)
+        recomputation = Recomputation(memory, self._max_recomputation, costs)
+        follower = StepFollower(StepPlans(memory.budget_bytes), memory)
+        self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
+        memory.evict_planned = follower.evict_one
+        memory.forget_unneeded = recorder.forget_unneeded
+        self._recording = recording = NativeRecording(recorder)
         for tensor in tensors:
             if memory.find(storage_address(tensor)) is None:
                 memory.add(tensor)
         del tensors
-        costs = create_costs(self._device)
         memory.live_bytes = max(memory.live_bytes, costs.get_in_use_bytes())  # including memory that Python does not know of
         memory.make_room(0, "entering the block")
-        recomputation = Recomputation(memory, self._max_recomputation, costs)
-        follower = StepFollower(StepPlans(memory.budget_bytes), memory)
-        self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
-        memory.on_release = follower.log_release
-        memory.evict_planned = follower.evict_one
-        memory.forget_unneeded = recorder.forget_unneeded
-        recording = NativeRecording(recorder)
         with ExitStack() as block:
             if self._counted is not CountedMemory.ALLOCATED:
                 block.enter_context(limit_allocator(self._device, memory.budget_bytes))

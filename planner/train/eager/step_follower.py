@@ -71,11 +71,6 @@ class StepFollower:
                 return True
         return False
 
-    def log_release(self, storage: TrackedStorage, *, only_saved: bool = False) -> None:
-        """Log that the program has released a storage, or autograd one that `only_saved` tensors held."""
-        if self.log is not None and storage.step == self.number:
-            self.log.release(storage.number, only_saved=only_saved)
-
     def estimate_enough_bytes(self, enough_for: Callable[[StepGraph], int]) -> int:
         """Return a budget for the current step, from that of the largest earlier step that began like it; 0 if there is none."""
         if self.log is None or (earlier := self.plans.earlier) is None:

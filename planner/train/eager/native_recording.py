@@ -87,7 +87,7 @@ def _fill_facts(recorder: Recorder, name: bytes, overload: bytes, facts: Any) ->
         -1 if operator.statistics is None else operator.statistics,
         -1 if operator.training is None else operator.training,
         operator.replay,
-        sum(1 << position for position, _ in operator.mutated),
+        sum(1 << position for position in operator.mutated),
     )
     for i, value in enumerate(values):
         facts[i] = value

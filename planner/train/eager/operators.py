@@ -1,16 +1,15 @@
 """The effects of PyTorch's operators on memory and random generators, from their schemas and tags."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import torch
 
-from graphs.errors import UsageError
 from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
 from planner.torch_private.core import OpOverload
-from planner.train.eager.tensor_arguments import is_mask, list_names_of_outs
+from planner.train.eager.tensor_arguments import list_names_of_outs
 
 # These give a tensor another storage, or resize its storage.
 _REBIND = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set_data"}
@@ -26,7 +25,6 @@ _RUNNING_STATISTICS: dict[str, tuple[int, int | None]] = {
     "aten::batch_norm_gather_stats": (3, None),
     "aten::batch_norm_gather_stats_with_counts": (3, None),
 }
-_PLAIN = {"Tensor", "List[Tensor]", "int", "float", "bool", "number", "List[int]", "List[float]", "List[bool]"}
 # The sizes of their outputs depend on data, although some of their overloads have no tag that says so.
 _SIZED_BY_DATA = {"aten::_pack_padded_sequence", "aten::_padded_dense_to_jagged_forward", "aten::index"}
 
@@ -54,16 +52,12 @@ class Operator:
     Attributes:
         function: the operator.
         name: its name, without the overload.
-        call: the function that executes it.
         passes: it only makes views or reads sizes: neither memory nor contents change.
-        writes: it writes some of its arguments, or running statistics.
-        mutated: the arguments that it writes, by position and name, without running statistics.
+        mutated: positions of the arguments that it writes, without running statistics.
         allocates_first: it allocates before it writes: if the allocator fails, it has written nothing.
         rebinds: it gives its argument another storage, or resizes it.
         resizes_out: it resizes the tensors that are given for its results (``out=``).
         is_plain_write: it returns nothing new, and the tensors that it writes keep their storages and sizes.
-        has_plain_returns: it returns nothing but tensors, numbers and lists of them.
-        pointwise: the sizes of its outputs do not depend on numbers among its arguments.
         random: it draws from a generator.
         draws: the same, or it is a custom operator that may draw from one without saying so.
         repeatable: executed again, it has the same outputs for the same inputs and the same random state.
@@ -77,16 +71,12 @@ class Operator:
 
     function: Callable[..., Any]
     name: str
-    call: Callable[..., Any]
     passes: bool
-    writes: bool
-    mutated: tuple[tuple[int, str], ...]
+    mutated: tuple[int, ...]
     allocates_first: bool
     rebinds: bool
     resizes_out: bool
     is_plain_write: bool
-    has_plain_returns: bool
-    pointwise: bool
     random: bool
     draws: bool
     repeatable: bool
@@ -97,25 +87,14 @@ class Operator:
     replay: Replay
 
     @classmethod
-    def of(cls, op: object) -> "Operator":
-        """Return the facts about `op`.
-
-        Raises:
-            UsageError: `op` is a higher-order operator, whose inner ops cannot be seen.
-        """
-        if not isinstance(op, OpOverload):
-            raise UsageError(
-                f"planner.rematerialize does not support the higher-order operator {op}: run that part of the model outside of "
-                "the block, or plan the step with planner.compile"
-            )
+    def of(cls, op: OpOverload) -> "Operator":
+        """Return the facts about `op`."""
         schema, tags = op._schema, op.tags
         name = schema.name
         rebinds, is_known = name in _REBIND, op.namespace in KNOWN_NAMESPACES
         is_random = torch.Tag.nondeterministic_seeded in tags
         mutated = tuple(
-            (i, argument.name)
-            for i, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            i for i, argument in enumerate(schema.arguments) if argument.alias_info is not None and argument.alias_info.is_write
         )
         returns_nothing_new = all(value.alias_info is not None for value in schema.returns)
         resizes_out = bool(list_names_of_outs(op))
@@ -123,17 +102,13 @@ class Operator:
         return cls(
             function=op,
             name=name,
-            call=op._op if type(op) is OpOverload else op,  # what an OpOverload calls
             passes=(op.is_view or torch.Tag.inplace_view in tags or not _has_tensors(schema)) and not rebinds,
-            writes=bool(mutated) or statistics is not None,
             mutated=() if statistics is not None else mutated,
             # Batch norm allocates its outputs before it writes statistics, and pointwise ops are one kernel.
             allocates_first=not mutated or statistics is not None or torch.Tag.pointwise in tags,
             rebinds=rebinds,
             resizes_out=resizes_out,
             is_plain_write=bool(mutated) and returns_nothing_new and not rebinds and not resizes_out,
-            has_plain_returns={str(value.type) for value in schema.returns} <= _PLAIN,
-            pointwise=torch.Tag.pointwise in tags,
             random=is_random,
             draws=is_random or (not is_known and torch.Tag.pt2_compliant_tag in tags),
             repeatable=is_known or torch.Tag.pt2_compliant_tag in tags,
@@ -143,12 +118,6 @@ class Operator:
             training=training,
             replay=_REPLAYS.get(name, Replay.NONE),
         )
-
-    def is_sized_by_data(self, args: Sequence[Any]) -> bool:
-        """Return True if the sizes of the outputs depend on the contents of these arguments: indices have sizes, masks do not."""
-        if not self.sized_by_data or self.name != "aten::index":
-            return self.sized_by_data
-        return any(index is not None and is_mask(index) for index in args[1])
 
 
 def _has_tensors(schema: Any) -> bool:

@@ -15,7 +15,7 @@ from graphs.short_tracebacks import mark_as_raised_by_op
 from planner.capture.rewrites.sparse_products import list_strided_parts
 from planner.runtime.allocator_failure import find_allocator_failure
 from planner.runtime.random_state import RandomState
-from planner.torch_private.core import AUTOCAST_AND_VMAP_KEYS, storage_address
+from planner.torch_private.core import AUTOCAST_AND_VMAP_KEYS, OpOverload, storage_address
 from planner.train.eager.device_costs import OpCosts
 from planner.train.eager.memory import Memory
 from planner.train.eager.modules import CurrentModule
@@ -82,7 +82,7 @@ class Recorder:
         self.module = CurrentModule(SimpleNamespace(module=0))
         self._operators: dict[int, Operator] = {}
 
-    def get_operator(self, op: object) -> Operator:
+    def get_operator(self, op: OpOverload) -> Operator:
         """Return the facts about an operator, cached by identity: operators are never freed, and hashing them is slow."""
         operator = self._operators.get(id(op))
         if operator is None:

@@ -6,6 +6,11 @@ hold for a plan to be correct, and those that the step checks itself with better
 
 Guards are built without the capture's dispatcher: those on tensors compare dispatch keys, and it is not active when a step is
 called. For the same reason a mode around a step, such as a counter of FLOPs, must be allowed for.
+
+Known weakness: all guards are checked at each step, and with cold caches that takes most of the time around the passes. PyTorch
+can skip modules whose dicts are unchanged (``use_recursive_dict_tags_for_guards``), in a quarter of the time. That is off
+since 2.12: below Python 3.12 it reads dicts that may have been freed, and it has crashed above (pytorch#181873, pytorch#188101).
+It also misses defaults of functions that are replaced.
 """
 
 import re

@@ -386,16 +386,32 @@ def _list_hooks(module: nn.Module, state: Any) -> list[tuple[dict[int, Any], Cal
     policy = get_mixed_precision(state)
     inputs, outputs = policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
 
-    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return pytree.tree_map(partial(_cast, inputs), (args, kwargs))
+    is_first = module is list_modules(state)[0]  # of a group, FSDP2's hook runs for the first one
+
+    def prepare_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        given = (args, kwargs) if inputs is None else pytree.tree_map(partial(_cast, inputs), (args, kwargs))
+        return _separate_gradients(given) if is_first else given
 
     def cast_outputs(_: nn.Module, __: Any, output: Any) -> Any:
         return pytree.tree_map(partial(_cast, outputs), output)
 
     return [
-        (module._forward_pre_hooks, None if inputs is None else cast_inputs),
+        (module._forward_pre_hooks, prepare_inputs),
         (module._forward_hooks, None if outputs is None else cast_outputs),
     ]
+
+
+def _separate_gradients(given: Any) -> Any:
+    """Return the inputs of a unit, whose gradients are summed in the unit before those of others are added, as in FSDP2.
+
+    There one node of autograd has all inputs, and passes their gradients on in their order. Here each has a node, the last first,
+    since autograd runs the nodes that were made last first.
+    """
+    leaves, spec = pytree.tree_flatten(given)
+    for i in reversed(range(len(leaves))):
+        if isinstance(leaves[i], torch.Tensor) and leaves[i].requires_grad:
+            leaves[i] = leaves[i].view_as(leaves[i])
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def _cast(dtype: torch.dtype | None, value: Any) -> Any:

@@ -83,6 +83,29 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+class Crossing(Net):
+    """Blocks that each read what is encoded before them twice: FSDP2 sums the gradients of one block first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend(CrossBlock(24) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = encoded = self.blocks[0](self.embedding(tokens))
+        for block in self.blocks[3:]:
+            x = block(x, encoded)
+        return self.head(self.norm(x))
+
+
+class CrossBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.keys, self.values = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, encoded: Tensor) -> Tensor:
+        return x + (x * self.keys(encoded)).softmax(-1) * self.values(encoded)
+
+
 def compute_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
@@ -192,6 +215,11 @@ def check_bits(
 ) -> None:
     torch.manual_seed(0)
     train(rank, Net(**(model or {})), partial(shard, **options), batches=batches, settings=settings)
+
+
+def check_crossing(rank: int) -> None:
+    torch.manual_seed(0)
+    train(rank, Crossing(), shard)
 
 
 def check_overlap(
@@ -514,7 +542,9 @@ def check_refusals_of_meshes(rank: int) -> None:
 
 def test_two_processes_train_as_fsdp2(tmp_path: Path) -> None:
     tied = partial(check_bits, model={"tied": True, "frozen": True})
-    on_processes(2, (tied, check_peak_in_a_reduction, check_capture, check_gathered_parts, check_comparison), tmp_path)
+    on_processes(
+        2, (tied, check_crossing, check_peak_in_a_reduction, check_capture, check_gathered_parts, check_comparison), tmp_path
+    )
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")

@@ -178,6 +178,7 @@ class Sharded(Unwrapped):
         self._units = list_units(model)
         self.sharding = Sharding(model, self._units, self.ranks)
         self._costs: dict[object, CollectiveCost] = {}
+        self._looks = True  # at masks of the batch
 
     @property
     def mode(self) -> Hashable:
@@ -200,15 +201,15 @@ class Sharded(Unwrapped):
     def capture(
         self, loss_fn: LossFn | None, batch: Batch, settings: PlanSettings, variant: "CompileVariant | None" = None
     ) -> Capture:
-        """Return the captured step on whole parameters. Nothing is gathered.
-
-        Libraries look at no mask of the batch: those of the processes differ, and all run the same collectives.
-        """
+        """Return the captured step on whole parameters. Nothing is gathered."""
+        settings = replace(settings, replan=settings.replan if self._looks else False)
         with self.sharding.enter_captured_state():
-            return super().capture(loss_fn, batch, replace(settings, replan=False), variant)
+            return super().capture(loss_fn, batch, settings, variant)
 
     def capture_on_all(self, capture: Callable[[], Capture]) -> Capture:
         """Return the result of `capture`, which is the same step on all processes: they run the same collectives.
+
+        Libraries look at masks of the batch, as in eager PyTorch, until the steps of the processes differ.
 
         Raises:
             TraceError: the steps differ; names the branch that processes take differently, if there is one.
@@ -216,6 +217,9 @@ class Sharded(Unwrapped):
         captured = super().capture_on_all(capture)
         read = [(source.kind, source.name) for source in captured.program.sources]
         if not self.ranks.is_same((captured.graph.fingerprint, read)):
+            if self._looks:
+                self._looks = False
+                return self.capture_on_all(capture)
             taken = () if captured.conditions is None else captured.conditions.describe()
             raise TraceError(_describe_difference(self.ranks.gather(taken)))
         return captured

@@ -1,6 +1,6 @@
 """A step of an eager loop: its log of ops over storages, and its graph for the solvers. No torch."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,7 +41,8 @@ class StepLog:
     """The ops of a step, with hashes of all ops up to each of them.
 
     Two steps have the same structure if they execute the same operators on storages that are connected in the same way. They have
-    the same chain of hashes if the shapes are the same too. Times, addresses and contents do not matter.
+    the same chain of hashes if the shapes are the same too. Times, addresses and contents do not matter. Ops and releases are
+    added by ``native/op_records.cpp``.
 
     Attributes:
         ops: the ops so far.
@@ -80,40 +81,9 @@ class StepLog:
         self.sizes_bytes.append(size_bytes)
         return len(self.sizes_bytes) - 1
 
-    def add_op(self, op: LoggedOp, operator: Hashable, shapes: Hashable) -> int:
-        """Add an op, and return the hash of all ops so far.
-
-        Args:
-            op: the op.
-            operator: identity of its operator.
-            shapes: a value that distinguishes executions of the operator on tensors of different shapes.
-        """
-        structures, chains, made_bytes = self.structures, self.chains, self.made_bytes
-        first = not chains
-        structure = hash((0 if first else structures[-1], operator, op.inputs, op.made, op.written))
-        chain = hash((0 if first else chains[-1], structure, shapes))
-        size_bytes = 0 if first else made_bytes[-1]
-        for storage in op.made:
-            size_bytes += self.sizes_bytes[storage]
-        self.ops.append(op)
-        structures.append(structure)
-        chains.append(chain)
-        made_bytes.append(size_bytes)
-        return chain
-
     def unpack(self, storage: int) -> None:
         """Record that autograd has unpacked a storage. It unpacks all inputs of a backward function before its ops run."""
         self.unpacked.setdefault(len(self.ops), []).append(storage)
-
-    def release(self, storage: int, *, only_saved: bool = False) -> None:
-        """Record that the program has released a storage, or that autograd was the last to hold it.
-
-        If it is recomputed later, only the runtime holds it.
-        """
-        if storage not in self.released:
-            self.released[storage] = len(self.ops)
-            if only_saved:
-                self.only_saved.add(storage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ Never imports torch.
 import math
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -26,7 +26,7 @@ from planner.plans.background import BackgroundSolve, SolveJob
 from planner.plans.plan import Plan
 from planner.settings.budget import Bytes
 from planner.settings.plan import PlanSettings
-from planner.train.eager.step_log import LoggedOp, StepGraph, StepLog, build_recorded_step
+from planner.train.eager.step_log import StepGraph, StepLog, build_recorded_step
 
 _POLL_S = 0.2
 _MOST_STEPS = 64  # limit on the number of different steps that are stored
@@ -194,11 +194,6 @@ class StepPlans:
         self.log = StepLog(held_bytes)
         self._left, self.borrows, self._progress = False, False, None
         self._following = next(self._iterate_planned(), None)
-
-    def add_op(self, op: LoggedOp, operator: Hashable, shapes: Hashable) -> None:
-        """Add an op to the step."""
-        self.log.add_op(op, operator, shapes)
-        self.check_plan()
 
     def check_plan(self) -> None:
         """If the last op differs from the plan, follow the plan of a step with the same first ops, or none."""

@@ -1,4 +1,6 @@
-"""Logs of steps, made op by op."""
+"""Logs of steps, made op by op, as ``native/op_records.cpp`` makes them."""
+
+from collections.abc import Hashable
 
 from planner.train.eager.step_log import LoggedOp, StepLog
 from planner.train.eager.step_plans import StepPlans
@@ -23,6 +25,20 @@ def ops_of_chain(length: int = LENGTH, target: str = "f", size: int = SIZE) -> l
     return found
 
 
+def add_op(log: StepLog, op: LoggedOp, shapes: Hashable = 0) -> None:
+    """Add an op to a log; `shapes` distinguishes executions on tensors of different shapes."""
+    structure = hash((*log.structures[-1:], op.target, op.inputs, op.made, op.written))
+    log.made_bytes.append(sum(log.made_bytes[-1:]) + sum(log.sizes_bytes[storage] for storage in op.made))
+    log.ops.append(op)
+    log.structures.append(structure)
+    log.chains.append(hash((log.chain, structure, shapes)))
+
+
+def release(log: StepLog, storage: int) -> None:
+    """Record that the program has released a storage."""
+    log.released[storage] = len(log.ops)
+
+
 def add(event: Event, log: StepLog, plans: StepPlans | None = None) -> None:
     """Add an op to the log of a step, or of the current step of `plans`."""
     op, sizes, released = event
@@ -30,9 +46,11 @@ def add(event: Event, log: StepLog, plans: StepPlans | None = None) -> None:
         log.unpack(op.inputs[0])
     for size in sizes:
         log.add_storage(size)
-    (plans or log).add_op(op, op.target, sizes)
+    add_op(log, op, sizes)
+    if plans is not None:
+        plans.check_plan()
     for storage in released:
-        log.release(storage)
+        release(log, storage)
 
 
 def log_of(ops: list[Event]) -> StepLog:

@@ -7,10 +7,11 @@ from graphs.ir import Kind, Phase
 from graphs.schedule import Compute, Free, keep_everything
 from graphs.simulate import simulate
 from planner.train.eager.step_log import LoggedOp, StepLog, build_recorded_step
+from tests.support.eager.step_logs import add_op, release
 
 
-def add(log: StepLog, target: str, inputs: tuple[int, ...], made: tuple[int, ...] = (), **facts: object) -> int:
-    return log.add_op(LoggedOp(target, inputs, made, **facts), target, 0)  # type: ignore[arg-type]
+def add(log: StepLog, target: str, inputs: tuple[int, ...], made: tuple[int, ...] = (), **facts: object) -> None:
+    add_op(log, LoggedOp(target, inputs, made, **facts))  # type: ignore[arg-type]
 
 
 def small_step() -> StepLog:
@@ -24,9 +25,9 @@ def small_step() -> StepLog:
     add(log, "aten.mm.default", (h, w), (y,), time_s=2.0)
     g = log.add_storage(30)
     add(log, "aten.mm.default", (y, h), (g,), time_s=2.0, backward=True)
-    log.release(h)
+    release(log, h)
     add(log, "aten.sub_.Tensor", (w, g), written=(w,), time_s=1.0, recomputable=False)
-    log.release(y)
+    release(log, y)
     return log
 
 
@@ -72,24 +73,6 @@ def test_keep_everything_schedule_frees_released_storages() -> None:
     )
 
 
-def test_hashes_depend_on_operators_shapes_and_connections_and_structures_not_on_shapes() -> None:
-    def step(targets: str = "ab", second_reads: int = 0, shapes: object = 1) -> StepLog:
-        log = StepLog(0)
-        for i, target in enumerate(targets):
-            storage = log.add_storage(1)
-            op = LoggedOp(target, (second_reads,) if i else (), (storage,), time_s=float(log.chain % 7))
-            log.add_op(op, target, shapes)
-        return log
-
-    assert step().chains == step().chains
-    assert step("abc").chains[:2] == step("ab").chains
-    assert step("ac").chains[0] == step("ab").chains[0]
-    others = [step("ac"), step(second_reads=1), step("abc")]
-    assert len({log.chain for log in (step(), step(shapes=2), *others)}) == 5
-    assert step(shapes=2).structures == step().structures
-    assert len({log.structures[-1] for log in (step(), *others)}) == 4
-
-
 @pytest.mark.parametrize("only_saved", [False, True])
 def test_only_storages_held_by_the_program_stay_until_released(only_saved: bool) -> None:
     log = StepLog(held_bytes=0)
@@ -97,16 +80,7 @@ def test_only_storages_held_by_the_program_stay_until_released(only_saved: bool)
     add(log, "f", (), (a,))
     add(log, "g", (a,), (b,))
     add(log, "h", (b,), (c,))
-    log.release(a, only_saved=only_saved)
-    log.release(a, only_saved=not only_saved)  # it is gone already
+    release(log, a)
+    log.only_saved.update([a] if only_saved else [])
     graph = build_recorded_step(log).graph
     assert graph.ops[2].inputs == ((1,) if only_saved else (1, 0))
-
-
-def test_made_bytes_are_counted_per_op() -> None:
-    log = StepLog(held_bytes=100)
-    held, a, b = (log.add_storage(size) for size in (50, 7, 5))
-    add(log, "f", (held,), (a,))
-    add(log, "f_", (a,), written=(a,))
-    add(log, "g", (a,), (b,))
-    assert log.made_bytes == [7, 7, 12]

@@ -9,7 +9,7 @@ from planner.train.eager import step_plans
 from planner.train.eager.step_log import LoggedOp, StepLog, build_recorded_step
 from planner.train.eager.step_plans import Action, StepPlan, StepPlans, list_actions
 from tests.support.eager.solves import SolvedWhenWaitedFor
-from tests.support.eager.step_logs import LENGTH, SIZE, Event, add, log_of, ops_of_chain
+from tests.support.eager.step_logs import LENGTH, SIZE, Event, add, add_op, log_of, ops_of_chain, release
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +54,13 @@ def test_actions_are_the_schedule_between_the_ops() -> None:
 def test_recomputation_of_overwritten_storage_repeats_its_writes() -> None:
     log = StepLog(0)
     a = log.add_storage(SIZE)
-    log.add_op(LoggedOp("make", (), (a,), time_s=1.0), 0, 0)
-    log.add_op(LoggedOp("write_", (a,), (), (a,), time_s=1.0), 1, 0)
+    add_op(log, LoggedOp("make", (), (a,), time_s=1.0))
+    add_op(log, LoggedOp("write_", (a,), (), (a,), time_s=1.0))
     b = log.add_storage(SIZE)
-    log.add_op(LoggedOp("other", (), (b,), time_s=1.0), 2, 0)
-    log.release(b)
-    log.add_op(LoggedOp("read", (a,), (), time_s=1.0), 3, 0)
-    log.release(a)
+    add_op(log, LoggedOp("other", (), (b,), time_s=1.0))
+    release(log, b)
+    add_op(log, LoggedOp("read", (a,), (), time_s=1.0))
+    release(log, a)
     steps = (Compute(0), Compute(1), Free(0), Free(1), Compute(2), Free(2), Compute(0), Compute(1), Free(0), Compute(3), Free(1))
     assert list_actions(build_recorded_step(log), Schedule(steps)) == (
         *((), ()),
@@ -74,14 +74,14 @@ def test_overwritten_storage_is_recomputed_before_its_inputs_are_evicted() -> No
     """As a dropout's mask: made of the shape of its input, then written."""
     log = StepLog(0)
     x, mask, other = (log.add_storage(SIZE) for _ in range(3))
-    log.add_op(LoggedOp("make", (), (x,), time_s=1.0), 0, 0)
-    log.add_op(LoggedOp("empty_like", (x,), (mask,), time_s=1.0), 1, 0)
-    log.add_op(LoggedOp("bernoulli_", (mask,), (), (mask,), time_s=1.0), 2, 0)
-    log.release(x)
-    log.add_op(LoggedOp("other", (), (other,), time_s=1.0), 3, 0)
-    log.release(other)
-    log.add_op(LoggedOp("read", (mask,), (), time_s=1.0), 4, 0)
-    log.release(mask)
+    add_op(log, LoggedOp("make", (), (x,), time_s=1.0))
+    add_op(log, LoggedOp("empty_like", (x,), (mask,), time_s=1.0))
+    add_op(log, LoggedOp("bernoulli_", (mask,), (), (mask,), time_s=1.0))
+    release(log, x)
+    add_op(log, LoggedOp("other", (), (other,), time_s=1.0))
+    release(log, other)
+    add_op(log, LoggedOp("read", (mask,), (), time_s=1.0))
+    release(log, mask)
     step = build_recorded_step(log)
     assert step.storages == (x, mask, mask, other)
     steps = [Compute(0), Compute(1), Compute(2), Free(0), Free(1), Free(2), Compute(3), Free(3)]
@@ -230,7 +230,7 @@ def test_the_earlier_step_like_a_step_is_the_largest_of_those_that_are_not_large
         plans.begin(0)
         assert plans.earlier is None
         plans.log.add_storage(size)
-        plans.add_op(LoggedOp("f", (), (0,)), "f", (size,))
+        add_op(plans.log, LoggedOp("f", (), (0,)), (size,))
         earlier = plans.earlier
         assert (None if earlier is None else earlier.sizes_bytes[0]) == expected
 
@@ -239,7 +239,7 @@ def test_other_ops_are_offered_nothing() -> None:
     plans = sized(100, 100)
     plans.begin(0)
     plans.log.add_storage(90)
-    plans.add_op(LoggedOp("g", (), (0,)), "g", (90,))
+    add_op(plans.log, LoggedOp("g", (), (0,)), (90,))
     assert plans.get_offered() == {}
 
 

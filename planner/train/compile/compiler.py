@@ -123,7 +123,11 @@ class Compiler:
         return replace(self, compare_eager=False, settings=self.settings.at_once)
 
     def capture(self, batch: Batch) -> Capture:
-        """Return the step on `batch` with the sizes of its shapes; nothing is executed."""
+        """Return the step on `batch` with the sizes of its shapes, the same on all processes; nothing is executed."""
+        return self.wrapper.capture_on_all(partial(self._capture_here, batch))
+
+    def _capture_here(self, batch: Batch) -> Capture:
+        """Return the step on `batch` as this process captures it."""
         return self._capture(batch, None)
 
     def adapt_capture(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
@@ -357,15 +361,15 @@ class Compiler:
         names = frozenset(self.numbers - self.constants)
         if names:
             try:
-                return replace(self, settings=replace(self.settings, numbers=names)).capture(batch)
+                return replace(self, settings=replace(self.settings, numbers=names))._capture_here(batch)
             except TraceError:  # together with branches on data, say
                 self.constants.update(names)
-        return self.capture(batch)
+        return self._capture_here(batch)
 
     def _build_with_numbers(self, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
         """Return the step on `batch` with the present numbers, by the plan of one of `steps` if the graph is the same."""
         quiet = replace(self, stages=Stages())
-        capture = partial(quiet._capture_with_inputs, steps[0]) if self.settings.reads_numbers else quiet.capture
+        capture = partial(quiet._capture_with_inputs, steps[0]) if self.settings.reads_numbers else quiet._capture_here
         captured = self.wrapper.capture_on_all(partial(capture, batch))
         for step in steps:
             try:

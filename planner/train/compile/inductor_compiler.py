@@ -24,8 +24,8 @@ _WORTH_IT = 0.01  # of the step: cost of recomputation from which other variants
 class InductorCompiler(Compiler):
     """A ``Compiler`` whose reference is ``torch.compile`` in place of eager PyTorch."""
 
-    def capture(self, batch: Batch) -> Capture:
-        """Return the step on `batch` as ``torch.compile`` compiles it; nothing is executed."""
+    def _capture_here(self, batch: Batch) -> Capture:
+        """Return the step on `batch` as ``torch.compile`` compiles it."""
         return self._capture(batch, CompileVariant.DEFAULT)
 
     def adapt_capture(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
@@ -84,7 +84,7 @@ def _set_shares(whole_bytes: int, captured: Capture) -> Capture:
     """Return `captured` with the bytes that budgets given as shares refer to in its provenance."""
     graph = captured.graph
     provenance = {**graph.provenance, SHARES_OF: whole_bytes}
-    return replace(captured, graph=Graph(graph.ops, graph.tensors, graph.kept, provenance))
+    return replace(captured, graph=replace(graph, provenance=provenance))
 
 
 def _list_others(graph: Graph) -> list[CompileVariant]:

@@ -146,7 +146,7 @@ def _plan_size(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
         compiler = replace(compiler, stages=stages)
         plans = wrapper.ranks.run_each(lambda: None if cache is None else PlanCache(cache))
         with wrapper.open():
-            captured = wrapper.capture_on_all(partial(compiler.capture, batch))
+            captured = compiler.capture(batch)
             compiler = compiler.choose_arena(captured.graph, budget)
             find_or_make = partial(_find_or_make, compiler, plans, captured, batch, budget)
             if not wrapper.together.is_alone:

@@ -15,6 +15,7 @@ from torch import nn
 import planner
 from graphs.errors import MismatchError
 from planner.train.compile.compiler import Compiler
+from planner.train.distributed.wrappers import Unwrapped
 from tests.support.raised_warnings import raise_warnings
 
 SETTINGS = {"temperature": 1}
@@ -125,7 +126,7 @@ def test_a_number_that_chooses_a_branch_is_planned_for_once(monkeypatch: pytest.
     with pytest.warns(UserWarning, match=r"planned again: model.gated was False .* and is True now"):
         twins.compare(gated=True)
     assert "which chooses other ops" in str(twins.step)
-    monkeypatch.setattr(Compiler, "capture", None)
+    monkeypatch.setattr(Unwrapped, "capture", None)
     for gated in (False, True, False):
         twins.compare(gated=gated)
 

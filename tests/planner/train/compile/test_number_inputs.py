@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import planner
-from planner.train.compile.compiler import Compiler
 from planner.train.compile.step import PlannedStep
+from planner.train.distributed.wrappers import Unwrapped
 from tests.support.budgets import between
 
 Expression = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -42,8 +42,8 @@ class Reading(nn.Module):
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the captures in the length of a list."""
     made: list[int] = []
-    capture = Compiler.capture
-    monkeypatch.setattr(Compiler, "capture", lambda self, batch: (made.append(1), capture(self, batch))[1])
+    capture = Unwrapped.capture
+    monkeypatch.setattr(Unwrapped, "capture", lambda *given: (made.append(1), capture(*given))[1])
     return made
 
 

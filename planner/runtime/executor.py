@@ -77,7 +77,6 @@ class Executor:
         earlier_gradients: the check of earlier gradients.
         changed_inputs: the tensors that are written between the passes.
         check_writes: True to detect writes to saved tensors that autograd does not see.
-        accumulates: True if gradients are added to those of earlier steps.
         arena: the arena that the passes run in; None for PyTorch's allocator.
         entered_s, left_s: by the host's clock, when a call or a backward pass last began, and when the call returned.
     """
@@ -104,7 +103,6 @@ class Executor:
         check_runnable(capture.graph, capture.program)
         simulate(capture.graph, schedule)
         self.graph = capture.graph
-        self.accumulates = bool(self.graph.provenance.get("accumulate"))
         self.program = capture.program
         self.signature = capture.signature
         self.schedule = schedule
@@ -143,6 +141,11 @@ class Executor:
         self._wrap_in_stages()
         self._divide_inputs(capture.copied, compiled=compiled)
         self._written_over = find_overwritten_saved(self.graph, schedule)
+
+    @property
+    def accumulates(self) -> bool:
+        """True if gradients are added to those of earlier steps."""
+        return bool(self.graph.provenance.get("accumulate"))
 
     def _divide_inputs(self, copied: Collection[int], *, compiled: bool) -> None:
         """Divide the inputs that the backward pass reads by how a write to them in between is noticed."""

@@ -96,26 +96,18 @@ class Memory:
 
     # Storages that become resident or are freed.
 
-    def add(
-        self,
-        tensor: torch.Tensor,
-        storage: TrackedStorage | None = None,
-        *,
-        pinned: bool = True,
-        visible: bool = True,
-    ) -> TrackedStorage:
+    def add(self, tensor: torch.Tensor, storage: TrackedStorage | None = None, *, visible: bool = True) -> TrackedStorage:
         """Record that the storage of `tensor` is resident, as that of `storage` or of a new one; return it.
 
         Args:
             tensor: a tensor on it.
-            storage: the known storage; None if it is new.
-            pinned: True if a new storage cannot be recomputed.
+            storage: the known storage; None if it is new, and cannot be recomputed.
             visible: True if ops outside of the runtime may read it.
         """
         held = tensor.untyped_storage()
         if storage is None:
             device = tensor.device
-            storage = self._new_storage(self.sizes.count_bytes(held.nbytes(), device), device, pinned=pinned)
+            storage = self._new_storage(self.sizes.count_bytes(held.nbytes(), device), device, pinned=True)
             storage.touched_s = self.clock_s
             storage.checked = self.overwrites
         storage.address = address = storage_address(tensor)

@@ -80,12 +80,7 @@ def _replay(capture: Capture) -> Schedule:
 
 
 def collect_static(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
-    """Return the static tensors of `capture` for a call; the gradient of the loss is one of them.
-
-    Args:
-        step: the module that was captured (``planner.capture.step.TrainingStep``), with real parameters.
-        batch: real tensors of the captured shapes.
-    """
+    """Return the static tensors of `capture` for a call; the gradient of the loss is one of them."""
     static = capture.program.gather(step, list_leaves(batch))
     device = next(tensor.device for tensor in static if tensor is not None)
     for i, source in enumerate(capture.program.sources):

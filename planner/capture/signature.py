@@ -18,11 +18,7 @@ Batch = Sequence[object] | Mapping[str, object]
 
 
 def split_arguments(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Return the positional and keyword arguments of the step.
-
-    Raises:
-        TraceError: `batch` is neither a sequence nor a mapping, as a loader of batches.
-    """
+    """Return the positional and keyword arguments of the step; raise TraceError if `batch` is no sequence or mapping."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if isinstance(batch, torch.Tensor | str) or not (isinstance(batch, Iterable) and hasattr(batch, "__getitem__")):
@@ -165,11 +161,7 @@ class Signature:
         return Signature(given, _list_names(split_arguments(batch)), values, trained, returned, frozenset(unread))
 
     def flatten(self, *args: object, **kwargs: object) -> list[object]:
-        """Return the leaves of a call, in the order of the captured one.
-
-        Raises:
-            MismatchError: the call has another structure.
-        """
+        """Return the leaves of a call in the order of the captured one; raise MismatchError if the call has another structure."""
         try:
             flat, given = pytree.tree_flatten((args, kwargs))
             if given != self.given:  # dicts in another order will do
@@ -182,11 +174,7 @@ class Signature:
         return flat
 
     def check_values(self, leaves: Sequence[object]) -> None:
-        """Raise if one of the leaves that are no tensors differs from the captured one.
-
-        Raises:
-            MismatchError: a value differs.
-        """
+        """Raise MismatchError if one of the leaves that are no tensors differs from the captured one."""
         for i, (name, value, leaf) in enumerate(zip(self.names, self.values, leaves, strict=True)):
             if value is not None and i not in self.unread and not _is_same(leaf, value[0]):
                 kind = NumberMismatchError if is_plain(leaf) and is_plain(value[0]) else MismatchError

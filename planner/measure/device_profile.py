@@ -45,10 +45,6 @@ def profile_other_devices(
     fastest of `passes` executions counts; on CUDA the median. An op has no time if it fails, if its result has another layout or
     needs more memory than the program's, or if it must stay on the main device.
 
-    Args:
-        capture: the profiled step.
-        static: its static tensors, in the order of the program's sources.
-
     Raises:
         GraphError: there is no such device, one is named twice, or a kernel is not eager PyTorch's.
     """

@@ -31,11 +31,6 @@ def link_during_step(capture: Capture, static: Sequence[torch.Tensor], step_s: f
     In each direction, copies of ``LARGE_BYTES`` run for about the time of the step, a second at most. For the second measurement,
     the step's ops are executed one at a time, as in profiling, until the copies have ended. Small copies then give the latency:
     their time beyond that of their bytes.
-
-    Args:
-        capture: the profiled step.
-        static: its static tensors, in the order of the program's sources.
-        step_s: seconds of the step.
     """
     device = static[0].device
     channels = HostChannels(device, timed=True)
@@ -92,11 +87,7 @@ class _Copies:
         return tensor, host
 
     def time_copies(self, count: int, *, out: bool, back: bool, compute: Compute | None = None) -> list[list[float]]:
-        """Return the seconds of each of `count` consecutive copies: out, back, or both at once; a list for each direction.
-
-        Args:
-            compute: run repeatedly during the copies.
-        """
+        """Return, for each direction, the seconds of `count` copies out, back, or both at once, during which `compute` runs."""
         copies: dict[bool, list[Transfer]] = {direction: [] for direction in (True, False) if (out, back)[not direction]}
         for _ in range(count + 1):
             for direction, issued in copies.items():

@@ -166,12 +166,7 @@ class OpTimer:
 
 
 def set_times(graph: Graph, times_s: Mapping[str, float], *, host_scale: float = 1.0, around_s: float = 0.0) -> Graph:
-    """Return `graph` with `times_s` by op name; times of ops that were not executed are scaled by the same factor.
-
-    Args:
-        host_scale: factor of all host times.
-        around_s: ``Graph.around_s``.
-    """
+    """Return `graph` with `times_s` by op name; times of ops that were not executed are scaled by the same factor."""
     known_s = math.fsum(op.time_s for op in graph.ops if op.name in times_s)
     scale = math.fsum(times_s.values()) / known_s if known_s > 0 else 1.0
     ops = tuple(replace(op, time_s=times_s.get(op.name, op.time_s * scale), host_s=op.host_s * host_scale) for op in graph.ops)

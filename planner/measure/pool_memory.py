@@ -38,9 +38,6 @@ def measure_other_peaks(captured: Capture, executor: Executor, step: TrainingSte
 
     The host memory counts itself. Any other pool is measured in its own run: allocations are seen in the device's thread, by one
     profiler at a time.
-
-    Args:
-        captured, step: the capture, and the captured step; it and `batch` are restored.
     """
     devices, found = executor.devices, dict[str, int]()
     if len(devices.pools) > 1:

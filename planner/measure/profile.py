@@ -179,13 +179,7 @@ def profile(
 def find_distinct_ops(
     capture: Capture, static: Sequence[torch.Tensor], among: Collection[int] | None = None
 ) -> list[tuple[MeasuredOp, tuple[int, ...]]]:
-    """Return the first of each group of equal ops with the ids of the group, in program order.
-
-    Used to measure other things than the cost of single ops: execute them inside ``isolate_ops``.
-
-    Args:
-        among: ids of the ops to consider; None for all.
-    """
+    """Return the first of each group of equal ops, of `among` if given, with the ids of the group, in program order."""
     device = static[0].device
     with isolate_ops(device), preserve_generator_states(capture.program):
         profiler = _Profiler(capture, static, device, 1, None, None)

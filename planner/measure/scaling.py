@@ -20,11 +20,7 @@ _LEAST = 2  # frameworks treat a size of 1 specially
 
 
 def list_sample_sizes(size: int) -> tuple[int, ...]:
-    """Return three sizes to capture at, descending: `size`, and two smaller ones, which take less memory.
-
-    Raises:
-        GraphError: `size` is below 4.
-    """
+    """Return three sizes to capture at: `size` and two smaller ones; raise GraphError if it is below 4."""
     low = max(_LEAST, size // 4)
     points = (size, round((size * low) ** 0.5), low)
     if size < 2 * _LEAST:

@@ -37,12 +37,7 @@ _META = torch.device("meta")
 def is_sure_to_fit(
     graph: Graph, program: Program, static: Sequence[torch.Tensor | None], memory: CountedMemory, budget_bytes: int
 ) -> bool:
-    """Return True if eager PyTorch takes a smaller batch within a budget, with the bits of the program.
-
-    Args:
-        graph, program, static: as in ``bound_graph``.
-        memory: the kind of memory that the budget counts.
-    """
+    """Return True if eager PyTorch takes a smaller batch within a budget, with the bits of the program."""
     if any(calls.launches for calls in program.calls):  # Inductor's kernels round differently
         return False
     shapes = ((graph.tensors[source.tensor].shape, value) for source, value in zip(program.sources, static, strict=True))

@@ -46,11 +46,7 @@ class MemoryUse:
 
 
 def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, device: torch.device) -> MemoryUse:
-    """Run `step` forward and backward once, and record the allocator: tensors and workspaces.
-
-    Args:
-        static_bytes: bytes of parameters, buffers, inputs and optimizer state, which are allocated before.
-    """
+    """Run `step` forward and backward once, and record the allocator: tensors and workspaces."""
     batch = detach_batch(batch)
     held: list[object] = []
     library_bytes = warm_up_libraries(device)
@@ -82,12 +78,7 @@ def turn_times(
     warm_up: bool = True,
     prepare: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Return the seconds of forward and backward passes of each step; the steps take turns.
-
-    Args:
-        warm_up: True for a turn before, which is not timed.
-        prepare: called before each step.
-    """
+    """Return the seconds of each step, in turns after one that may `warm_up`; `prepare` is called before each."""
     device, batch = parameters[0].device, detach_batch(batch)
     inputs = [leaf for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor)]
     times: dict[str, list[float]] = {name: [] for name in steps}

@@ -135,13 +135,7 @@ def capture_profiled(workload: Workload, settings: PlanSettings, stages: Stages 
 
 
 def capture_step(workload: Workload, settings: PlanSettings, *, variant: "CompileVariant | None" = None) -> Capture:
-    """Return the step with the sizes of its shapes and without times: nothing is executed.
-
-    Args:
-        workload: the training step.
-        settings: settings, of which the optimizer, `accumulate`, the name and the numbers are used.
-        variant: the variant of Inductor's kernels; None for those of eager PyTorch.
-    """
+    """Return the step with the sizes of its shapes and without times: nothing is executed."""
     optimizer, accumulate, name = settings.optimizer, settings.accumulate, settings.name
     if variant is not None:
         captured = capture_kernels(*workload, variant=variant, optimizer=optimizer, accumulate=accumulate, name=name)
@@ -204,12 +198,7 @@ def _compare_options(captured: Capture, step: TrainingStep, batch: Batch) -> Cap
 
 
 def restore_recorded(captured: Capture, provenance: Mapping[str, object], options: Sequence[str]) -> Capture:
-    """Return `captured` as the step that a plan with this provenance was made for: nothing is executed.
-
-    Args:
-        captured: the capture of the step, from ``capture_step``.
-        options: options of the plan.
-    """
+    """Return `captured` as the step that a plan with this provenance was made for: nothing is executed."""
     captured = mark_recorded_ops(set_recorded_sizes(captured, provenance), provenance)
     prepare_for_tight_memory(captured.graph, torch.device(captured.graph.device))
     return restrict_to_recorded(set_recorded_sizes(add_traced(captured, options), provenance), provenance)

@@ -51,10 +51,9 @@ class Bracket:
             self.missed += 1
 
     def choose_next_bytes(self, close_bytes: float, excess_bytes: int = 0) -> int | None:
-        """Return the budget of allocated bytes to solve for next; None if the ends are within `close_bytes`, or nothing missed.
+        """Return the budget of allocated bytes to solve for; None if the ends are within `close_bytes`, or nothing missed.
 
-        Args:
-            excess_bytes: what is to be freed at least, in place of the excess of the measure if that is less.
+        At least `excess_bytes` are to be freed, or the excess of the measure if that is more.
         """
         if self.misses is None:
             return None

@@ -242,12 +242,7 @@ def plan_arena(graph: Graph, schedule: Schedule) -> Steering:
 def predict_reserved_bytes(
     graph: Graph, schedule: Schedule | None, memory: CountedMemory | None = None, *, arena: bool = False
 ) -> int | None:
-    """Return the bytes reserved on CUDA for training by `schedule`; None without a schedule, or on the CPU.
-
-    Args:
-        memory: the kind of memory that is counted; None for that of PyTorch's allocator with default settings.
-        arena: True if the steps run in an arena.
-    """
+    """Return the bytes reserved on CUDA for training by `schedule`; None without a schedule, or on the CPU."""
     if schedule is None or not is_on_cuda(graph):
         return None
     steering = plan_arena(graph, schedule) if arena else None
@@ -266,11 +261,7 @@ def choose_arena(graph: Graph, memory: CountedMemory, *, asked: bool | None = No
 
 
 def is_run_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory, budget_bytes: int, *, arena: bool | None) -> bool:
-    """Return True if steps by `schedule` run in an arena on CUDA.
-
-    Args:
-        arena: True or False if that was decided; None if they do where they would otherwise reserve more than the budget.
-    """
+    """Return True if steps run in an arena on CUDA: as `arena` says, or if they would reserve more than the budget without."""
     if arena is not None:
         return arena
     reserved_bytes = predict_reserved_bytes(graph, schedule, memory)

@@ -106,11 +106,7 @@ def solve_counted(
 
 
 def _solve_with_margins(search: "_Search", most_bytes: int, schedule: Schedule | None, excess_bytes: int) -> None:
-    """Solve for a budget of allocated bytes with local margins, as long as they promise better schedules.
-
-    Args:
-        schedule: found without margins; it reserves too much, by `excess_bytes`.
-    """
+    """Solve for allocated bytes with local margins while they help; `schedule` was found without, `excess_bytes` too large."""
     margins = MarginSearch(_CLOSE * search.request.budget_bytes, _LOCAL_SOLVES, _LOCAL_BETTER)
     before_bytes: int | None = None  # the excess of the last schedule that did not fit
 
@@ -254,9 +250,6 @@ class _Search:
         """Return margins that lower the memory at each op where reserved memory grows above the budget by this growth.
 
         An op whose own tensors and workspace need more than the lowered memory has none.
-
-        Args:
-            most_bytes: the budget of allocated bytes.
         """
         graph = self.request.graph
         in_memory = simulate(graph, schedule).memory_bytes

@@ -110,15 +110,7 @@ class Arena:
     """
 
     def __init__(self, shared: SharedSlab, *, accumulate: bool = False) -> None:
-        """Put the allocator in place.
-
-        Args:
-            shared: the slab, shared with other plans of the model.
-            accumulate: True if gradients are added to those of earlier steps. They are then copied out of the arena.
-
-        Raises:
-            PlannerError: as ``arena_allocator.install``.
-        """
+        """Put the allocator in place. Gradients that `accumulate` in those of earlier steps are copied out of the arena."""
         arena_allocator.install()
         optimizer_steps.install()
         self.missed = self.optimizer_missed = Missed()
@@ -165,11 +157,7 @@ class Arena:
         return None if planned is None else planned.step_bytes
 
     def build_stage(self, key: object = None) -> "ArenaStage":
-        """Return the stage that runs both passes in the arena.
-
-        Args:
-            key: the same for all passes that ask for the same memory: those of one plan.
-        """
+        """Return the stage that runs both passes in the arena; `key` is the same for all passes that ask for the same memory."""
         return ArenaStage(self, key)
 
     def expect(self, step: RecordedStep, found: Offsets) -> None:

@@ -107,11 +107,7 @@ class Slab:
     """
 
     def __init__(self, size_bytes: int, most_bytes: int = 0) -> None:
-        """Take `size_bytes`, at addresses behind which it may grow to `most_bytes`.
-
-        Raises:
-            OutOfMemoryError: there is no such memory.
-        """
+        """Take `size_bytes`, where it may grow to `most_bytes`; raise OutOfMemoryError if there is no such memory."""
         self.size_bytes = size_bytes
         self._library = _load_library()
         self._handle = self._library.arena_new_slab(size_bytes, max(size_bytes, most_bytes))
@@ -171,11 +167,7 @@ def keep_idle_pages() -> Iterator[None]:
 
 
 def install() -> None:
-    """Put the allocator in place, behind which the present one stays.
-
-    Raises:
-        PlannerError: it cannot be compiled, or not be in front of the present one.
-    """
+    """Put the allocator in place, before the present one; raise PlannerError if it cannot be compiled, or not be in front."""
     _load_library()
 
 

@@ -73,11 +73,7 @@ class ChangedInputs:
         return room_bytes
 
     def save(self, value_of: Callable[[int], torch.Tensor]) -> Sequence[Input]:
-        """Return the values of the tensors at the end of a forward pass, first those in ``recomputed_from``.
-
-        Args:
-            value_of: returns the value of a static tensor.
-        """
+        """Return the values of the tensors at the end of a forward pass, by `value_of`; first those in ``recomputed_from``."""
         if not self._is_first and not self.recomputed_from:
             return ()
         watched = (*self.recomputed_from, *self._others) if self._is_first else self.recomputed_from
@@ -88,11 +84,7 @@ class ChangedInputs:
         ]
 
     def restore(self, saved: Sequence[Input], name: Callable[[int], str]) -> list[torch.Tensor]:
-        """Return the values of the tensors in ``recomputed_from`` that the forward pass has read.
-
-        Raises:
-            PlannerError: one was written, and there is no copy; with its `name`.
-        """
+        """Return the values of ``recomputed_from`` that the forward pass has read; raise PlannerError if one is lost."""
         self._is_first = False
         read = saved[: len(self.recomputed_from)]
         if any(given.is_written for given in read):

@@ -36,14 +36,7 @@ class Devices:
     """
 
     def __init__(self, graph: Graph, main: torch.device, channels: HostChannels | None = None) -> None:
-        """Initialize for `graph`; `main` has the parameters. Threads start with their first job.
-
-        Args:
-            channels: channels to the host; None to open them, if the graph has a pool there.
-
-        Raises:
-            GraphError: a pool has no name of a device of this machine.
-        """
+        """Initialize for `graph`; `main` has the parameters, and `channels`, opened if None, lead to the host."""
         self.pools = list_devices(graph)
         self._named = {pool.owner: parse_device(pool.name) for pool in self.pools[1:]}
         self.places = {pool.name: place_of(self._named[pool.owner]) if pool.owner in self._named else main for pool in self.pools}
@@ -171,11 +164,7 @@ def _set_cause(error: PlannerError, cause: BaseException) -> PlannerError:
 
 
 def place_of(device: NamedDevice) -> torch.device:
-    """Return the torch device of `device`.
-
-    Raises:
-        GraphError: this machine has no such device.
-    """
+    """Return the torch device of `device`; raise GraphError if this machine has none."""
     place = torch.device(device.torch_device)
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise GraphError(f"there is no device {device.name!r} here: this machine has {torch.cuda.device_count()} GPUs")

@@ -95,10 +95,6 @@ class Executor:
         Args:
             channels: channels to the host; None for its own, if the graph offers transfers there.
             sharding: how the parameters of the model are sharded; None if they are not.
-
-        Raises:
-            GraphError: the captured graph has options that cannot be run.
-            ScheduleError: the schedule does not run on the captured graph.
         """
         check_runnable(capture.graph, capture.program)
         simulate(capture.graph, schedule)
@@ -196,11 +192,7 @@ class Executor:
         self._wrap_in_stages()
 
     def observe(self, observer: Stage, tick: Callable[[int], None] | None = None) -> None:
-        """Run the following passes within `observer` too, until ``stop_observing``.
-
-        Args:
-            tick: called with the id of each op after its execution; on one device only.
-        """
+        """Run the following passes within `observer` too; `tick` is called with the id of each op, on one device only."""
         self._observers.insert(0, (observer, None if tick is None else self._compile_passes(tick)))
         self._wrap_in_stages()
 
@@ -260,11 +252,7 @@ class Executor:
         return join_returned(*self.training_step(*args, **kwargs))
 
     def run(self, leaves: Sequence[object]) -> Any:
-        """Run one forward pass on the leaves of a batch that was checked, and the numbers of the program.
-
-        Raises:
-            BudgetError: gradients of an earlier step would take it over the budget; so may ``backward()``.
-        """
+        """Run one forward pass on the leaves of a batch that was checked, and the numbers of the program."""
         warn_of_saved_hooks()
         static = self.program.gather(self.training_step, leaves)
         numbers = leaves[len(leaves) - self.program.numbers :]

@@ -19,12 +19,7 @@ library_users: WeakSet[Any] = WeakSet()
 
 
 def warm_up_libraries(device: torch.device) -> int:
-    """Make libraries allocate their workspaces for both passes of a step on the current stream of `device`.
-
-    Returns:
-        The most bytes that a call in this process has allocated: 0 on the CPU, or if all workspaces existed before the first
-        call.
-    """
+    """Allocate the workspaces of libraries for both passes on the current stream; return the most bytes that took so far."""
     if device.type != "cuda":
         return 0
     device = _index_device(device)

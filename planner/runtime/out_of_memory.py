@@ -160,11 +160,7 @@ class StateNotMade:
 
 @contextmanager
 def report_errors(stage: str) -> Iterator[None]:
-    """Replace memory errors inside the context by one that names `stage`, as in ``measuring op 'mm_3'``.
-
-    Raises:
-        OutOfMemoryError: an allocation has failed.
-    """
+    """Replace memory errors inside by an OutOfMemoryError that names `stage`, as in ``measuring op 'mm_3'``."""
     try:
         yield
     except Exception as error:

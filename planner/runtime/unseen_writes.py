@@ -19,11 +19,7 @@ class UnseenWrites:
         self._known = [(name, get_version(tensor), compute_checksum(tensor)) for name, tensor in tensors]
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Raise if the checksums of the same `tensors` have changed. Writes that autograd sees are left to autograd.
-
-        Raises:
-            PlannerError: a tensor has changed; with its name.
-        """
+        """Raise PlannerError if one of the same `tensors` has changed in a way that autograd does not see."""
         for (name, version, before), tensor in zip(self._known, tensors, strict=True):
             if version == get_version(tensor) and not torch.equal(before, compute_checksum(tensor)):
                 raise PlannerError(

@@ -48,11 +48,7 @@ def get_loaded_names(compiled: CompiledFxGraph) -> dict[str, Any]:
 
 @contextmanager
 def separate_kernels(decide_inplace_update: Callable[[BaseSchedulerNode], None]) -> Iterator[None]:
-    """Make each CPU kernel a function of its own; Inductor would put consecutive ones into one function.
-
-    Args:
-        decide_inplace_update: replaces Inductor's own, for each node of a kernel that is being generated.
-    """
+    """Make each CPU kernel a function of its own; Inductor would put consecutive ones into one function."""
     with (
         patch.object(CppScheduling, "ready_to_flush", lambda _: True),
         patch.object(BaseSchedulerNode, "decide_inplace_update", decide_inplace_update),

@@ -202,11 +202,7 @@ class _DataWrites:
         return is_input and self.add(translator, owner, value)
 
     def end(self, translator: Any, output: Any) -> None:
-        """Write what is pending, as the graph ends.
-
-        Raises:
-            TraceError: the step goes on with another name of the memory of a parameter that was written.
-        """
+        """Write what is pending; raise TraceError if the step goes on with another name of a written parameter's memory."""
         pending = self.pending.pop(output.tracing_context, {})
         values = [owner.call_method(translator, "clone", [], {}) for owner in pending]  # one may be the old value of another
         for (owner, (proxy, data)), value in zip(pending.items(), values, strict=True):

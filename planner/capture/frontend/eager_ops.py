@@ -158,11 +158,7 @@ def hide_compiling(informed: Collection[str] = (), may_look: Callable[[fx.Node],
 
 
 def ask_for_values(node: fx.Node) -> bool:
-    """Return True if a tensor is a constant of the step (``hide_compiling``).
-
-    Raises:
-        AskedForValuesError: it is a mask or the like of the batch.
-    """
+    """Return True if a tensor is a constant of the step; raise AskedForValuesError if it is a mask or the like of the batch."""
     if is_of_batch(node):
         raise AskedForValuesError
     return is_constant(node)
@@ -274,11 +270,7 @@ def get_callable(op: Any) -> Callable[..., Any]:
 
 
 def refuse_cpu_only_kernels(graph: fx.Graph) -> None:
-    """Raise an error if a graph that is captured on the CPU for CUDA has kernels that only the CPU has.
-
-    Raises:
-        TraceError: it has one.
-    """
+    """Raise TraceError if a graph that is captured on the CPU for CUDA has kernels that only the CPU has."""
     for op in _CALLED:
         if any(node.target is op for node in graph.nodes):
             raise TraceError(

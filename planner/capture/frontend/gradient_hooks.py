@@ -50,11 +50,7 @@ class GradientHooks:
         return made
 
     def attach(self, made: object, step: nn.Module, scope: Scope) -> None:
-        """Give the nodes of a joint graph their hooks, which find names in `step` and `scope`.
-
-        Raises:
-            TraceError: it is no graph, but Inductor's kernels.
-        """
+        """Give the nodes of a joint graph their hooks, which find names in `step` and `scope`; refuse Inductor's kernels."""
         if self._found and not isinstance(made, private.JointWithDescriptors):
             raise TraceError(
                 "the model has hooks on gradients that change Python objects or need values, or full backward hooks of modules, "

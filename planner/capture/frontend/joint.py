@@ -217,9 +217,6 @@ def _capture_as_eager(step: TrainingStep, batch: Batch, *, looks: bool) -> Trace
     Every node carries fake values, inputs and outputs carry descriptors. A model that asks whether it is compiled is captured
     as in eager PyTorch where that needs no data; if an attempt fails, the module that asked last gets the true answer in the
     next. A capture that follows values takes longer than one without, and most models do without.
-
-    Args:
-        looks: True to let libraries look at masks of the batch, which needs their values.
     """
     found = _try_attempts(step, batch, looks=looks)
     if isinstance(found, AskedForValuesError):
@@ -471,11 +468,7 @@ def find_logging_methods() -> set[object]:
 
 
 def find_device(model: nn.Module, batch: Batch) -> torch.device:
-    """Return the one device that `model` and `batch` are on.
-
-    Raises:
-        TraceError: there are several, or none.
-    """
+    """Return the one device that `model` and `batch` are on; raise TraceError if there are several, or none."""
     tensors = [*model.parameters(), *model.buffers(), *list_leaves(batch)]
     devices = {t.device for t in tensors if isinstance(t, torch.Tensor)}
     if len(devices) != 1:

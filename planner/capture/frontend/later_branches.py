@@ -364,11 +364,7 @@ def get_known_name(source: Any) -> str | None:
 
 
 def record_test(values: Any, translator: Any) -> bool:
-    """Record the statement whose test decides the next jump (``_record``); its value is on the stack.
-
-    Raises:
-        TraceError: the capture has to begin again.
-    """
+    """Record the statement whose test decides the next jump (``_record``); its value is on the stack."""
     branch = RecordingBranch.find(translator, _find_tested(translator))
     if branch is None or (translator.stack[-1].realize().is_tensor() and branch.raises):
         return False  # an error on a tensor is an assertion, which is checked in the step
@@ -379,11 +375,7 @@ def record_test(values: Any, translator: Any) -> bool:
 
 
 def record_try(values: Any, translator: Any) -> bool:
-    """Record the ``try`` statement that the next instruction begins (``_record``).
-
-    Raises:
-        TraceError: the capture has to begin again.
-    """
+    """Record the ``try`` statement that the next instruction begins (``_record``)."""
     positions = translator.instructions[translator.instruction_pointer].positions
     tries = [node for node in _list_statements(translator) if isinstance(node, ast.Try) and _is_in(positions, node)]
     branch = RecordingBranch.find(translator, tries[-1])

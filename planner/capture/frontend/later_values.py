@@ -203,11 +203,7 @@ class LaterValues:
             yield
 
     def call_at(self, location: _Location) -> None:
-        """Begin again, with the hook that is registered there as one that the backward pass calls.
-
-        Raises:
-            CaptureAgainError: always.
-        """
+        """Begin again, with the hook that is registered there as one that the backward pass calls."""
         self._learn(self.called, {location})
         raise CaptureAgainError
 
@@ -284,11 +280,7 @@ class LaterValues:
         return bool(self._read) and get_known_name(source) in self._read
 
     def end(self, translator: Any, output: private.OutputGraph) -> None:
-        """Make the captured code return the tensors of the calls, as its last result, as the graph ends.
-
-        Raises:
-            CaptureAgainError: the capture has to begin again.
-        """
+        """Make the captured code return the tensors of the calls, as its last result, as the graph ends."""
         self._follow(output)
         for tensor, version, location in self._versions:
             if tensor.as_proxy().node.meta["example_value"]._version != version:
@@ -372,11 +364,7 @@ class LaterValues:
         return True
 
     def read_owner_later(self, source: Any) -> None:
-        """Begin again, with the object of this source as one that is read after the step, unless the step needs it.
-
-        Raises:
-            CaptureAgainError: the capture has to begin again.
-        """
+        """Begin again, with the object of this source as one that is read after the step, unless the step needs it."""
         if (name := get_known_name(source)) is not None:
             self._read_later({name})
         if self._learned:
@@ -637,10 +625,6 @@ def _record_builtin(values: LaterValues, tx: Any, function: Any, args: Any, kwar
 def _find_recorded(values: LaterValues, function: Any, given: Collection[Any]) -> tuple[Any, list[Any]] | None:
     """Return the function that is called later, and the variables of its owner and name; None if the call is followed.
 
-    Args:
-        function: the variable of the function.
-        given: all arguments.
-
     Raises:
         CaptureAgainError: a container takes values that are known later.
     """
@@ -692,11 +676,7 @@ def _record_method(values: LaterValues, owner: Any, tx: Any, name: str, args: An
 
 
 def _is_deferred(owner: Any, name: str) -> bool:
-    """Return True if the method `name` of an object is called after the step.
-
-    Raises:
-        TraceError: the step needs what a metric has accumulated.
-    """
+    """Return True if the method `name` is called after the step; raise TraceError if the step needs what a metric has."""
     if isinstance(owner.value, Collector):
         return name in ("take_later", "is_known")
     if not is_metric(owner.value) or owner.source is None:

@@ -15,11 +15,7 @@ Find = Callable[[Scope, Scope], Any]
 
 
 def build_finder(output: Any, variable: Any) -> Find:
-    """Return a function that returns the present value of a variable.
-
-    Raises:
-        TraceError: it is no constant, and does not exist before the step.
-    """
+    """Return a function that returns the present value of a variable; raise TraceError if it is made by the step."""
     if (name := get_known_name(variable.source)) is not None:  # before it is looked at, on which there would be guards
         return build_accessor(name)
     build = partial(build_finder, output)

@@ -99,11 +99,7 @@ class DataGuards:
         return tuple(f"{format_location(check.line)} gives {_show(check.planned, check.planned_of)}" for check in self.checks)
 
     def confirm(self, step: nn.Module, batch: Batch) -> "DataGuards":
-        """Return the guards with their planned outcomes, if they hold on the batch that the step was captured on.
-
-        Raises:
-            TraceError: they do not hold.
-        """
+        """Return the guards with their planned outcomes; raise TraceError unless they hold on the batch of the capture."""
         values = self._compute(step, list_leaves(batch))
         checks = tuple(
             replace(guard, planned=guard.evaluate(values)) if guard.planned is _AS_CAPTURED else guard for guard in self.checks
@@ -118,11 +114,7 @@ class DataGuards:
     def compute_outcomes(
         self, step: nn.Module, batch_leaves: Sequence[object], buffers: Mapping[str, torch.Tensor]
     ) -> list[object]:
-        """Return the outcome of each condition, where `buffers`, by name, replace those of `step`.
-
-        Raises:
-            MismatchError: an outcome cannot be computed then.
-        """
+        """Return the outcome of each condition, where `buffers` replace those of `step`; raise MismatchError if there is none."""
         values = self._compute(step, batch_leaves, buffers)
         return [guard.evaluate(values) for guard in self.checks]
 

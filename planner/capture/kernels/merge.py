@@ -53,11 +53,7 @@ class Group:
 
 
 def group_launches(launches: Sequence[Launch], static: Container[int]) -> list[Group]:
-    """Return `launches` grouped to ops, in order.
-
-    Args:
-        static: numbers of the static values, which any op may write to.
-    """
+    """Return `launches` grouped to ops, in order; any op may write to the values with the numbers `static`."""
     groups = {position: Group([launch]) for position, launch in enumerate(launches)}
     for position, launch in enumerate(launches):
         for value in sorted(launch.writes):

@@ -54,11 +54,7 @@ class Kernels:
         return Writes(positions=frozenset().union(*(self._compiled[name].positions for name in names)))
 
     def resolve_call(self, call: ast.Call) -> tuple[str, Writes]:
-        """Return the target of `call` as text, and its writes.
-
-        Raises:
-            TraceError: the writes are unknown.
-        """
+        """Return the target of `call` as text, and its writes; raise TraceError if these are unknown."""
         match call.func:
             case ast.Name(id=name) | ast.Attribute(value=ast.Name(id=name), attr="run") if name in self._compiled:
                 return name, self._compiled[name]

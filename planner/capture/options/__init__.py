@@ -29,11 +29,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(_registered)
 
 
 def register(option: Option) -> None:
-    """Add `option` to the registry.
-
-    Raises:
-        UsageError: the name is taken.
-    """
+    """Add `option` to the registry; raise UsageError if its name is taken."""
     if option.name in _registered:
         raise UsageError(f"there is an option {option.name!r} already: give the new one another name")
     _registered[option.name] = option
@@ -73,20 +69,12 @@ def parse_option(text: str) -> tuple[str, int | None]:
 
 
 def get_option(text: str) -> Option:
-    """Return the option of this name, with or without a number.
-
-    Raises:
-        UsageError: as ``parse_option``.
-    """
+    """Return the option of this name, with or without a number; raise UsageError as ``parse_option``."""
     return OPTIONS[parse_option(text)[0]]
 
 
 def needs(names: Sequence[str]) -> frozenset[Need]:
-    """Return the properties of the machine that the options `names` need.
-
-    Raises:
-        UsageError: there is no such option.
-    """
+    """Return the properties of the machine that the options `names` need; raise UsageError if there is no such option."""
     options = map(get_option, names)
     return frozenset(option.need for option in options if isinstance(option, GraphOption) and option.need is not None)
 
@@ -107,11 +95,7 @@ def list_options_to_try(graph: Graph) -> tuple[str, ...]:
 
 
 def check_options(names: Sequence[str]) -> None:
-    """Raise if a name is not that of an option.
-
-    Raises:
-        UsageError: there is no such option, or one is named twice.
-    """
+    """Raise UsageError if a name is not that of an option, or is there twice."""
     found = [parse_option(text)[0] for text in names]
     for name in found:
         if found.count(name) > 1:
@@ -119,11 +103,7 @@ def check_options(names: Sequence[str]) -> None:
 
 
 def check_complete(names: Sequence[str]) -> None:
-    """Raise if a name is not that of an option, or lacks the number that the option needs.
-
-    Raises:
-        UsageError: a name is no option, or lacks its number.
-    """
+    """Raise UsageError if a name is not that of an option, or lacks the number that the option needs."""
     check_options(names)
     for name, number in map(parse_option, names):
         if (argument := OPTIONS[name].argument) is not None and number is None:
@@ -145,11 +125,7 @@ def list_step_option_names(names: Collection[str]) -> tuple[str, ...]:
 
 
 def check_traced(names: Sequence[str]) -> None:
-    """Raise if a name is not that of an option found when a step is traced.
-
-    Raises:
-        UsageError: a name is no such option.
-    """
+    """Raise UsageError if a name is not that of an option found when a step is traced."""
     check_options(names)
     if others := [name for name in names if parse_option(name)[0] not in list_step_option_names(names)]:
         raise UsageError(f"the option {others[0]!r} is not found in a step, but added when its graph is solved: name it there")

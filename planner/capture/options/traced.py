@@ -18,11 +18,7 @@ def needs_measuring(capture: Capture) -> bool:
 
 
 def measure_uses(capture: Capture, real: RealStep | None) -> Graph:
-    """Return the graph of `capture` with the uses of limited resources by its optional ops.
-
-    Args:
-        real: the step on real tensors, which is executed; None: it is modelled.
-    """
+    """Return the graph of `capture` with its optional ops' uses of limited resources, measured on `real`, else modelled."""
     for option in step_options(list_traced_options(capture.graph)):
         if option.measure is not None:
             capture = replace(capture, graph=option.measure(capture, real))

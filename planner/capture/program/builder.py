@@ -102,11 +102,7 @@ class PassBuilder:
         return more
 
     def get_value(self, value: Argument, own: Mapping[int, fx.Node] = MappingProxyType({})) -> Any:
-        """Return the node or argument for `value` in the graph.
-
-        Args:
-            own: nodes of tensors that replace those in memory.
-        """
+        """Return the node or argument for `value` in the graph; nodes in `own` replace those of tensors in memory."""
         match value:
             case fx.Node():
                 return value

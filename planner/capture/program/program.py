@@ -349,12 +349,7 @@ class Program:
     _lookups: "list[_Lookups]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     def gather(self, step: Any, leaves: Sequence[object]) -> list[Any]:
-        """Return the static tensors in the order of `sources`; None for the gradient of the loss.
-
-        Args:
-            step: module whose parameters and buffers the sources name.
-            leaves: leaves of the batch.
-        """
+        """Return the static tensors in the order of `sources`; None for the gradient of the loss."""
         if not self._lookups:  # which each step repeats; a graph within a step has no batch
             self._lookups.append(_Lookups.of(self.sources))
         return self._lookups[0].find(step, leaves, self.constants)

@@ -81,11 +81,7 @@ def unwrap_checks(graph: fx.Graph) -> None:
 
 
 def check_outputs(graph: fx.Graph) -> None:
-    """Raise an error if a joint graph is no training step.
-
-    Raises:
-        TraceError: as ``fix_outputs``.
-    """
+    """Raise TraceError if a joint graph is no training step, as ``fix_outputs``."""
     check_layouts(graph)
     _check_loss(graph)
     _check_gradients(graph)

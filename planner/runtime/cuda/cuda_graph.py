@@ -43,14 +43,7 @@ class CudaGraphs:
             present.wait_stream(self._stream)
 
     def record(self, function: Callable[..., T], *args: Any) -> tuple[T, Callable[[], None]]:
-        """Capture the launches of `function`.
-
-        Returns:
-            The result, empty until the first replay; and the function that replays it on the current stream.
-
-        Raises:
-            TraceError: it cannot be captured.
-        """
+        """Capture the launches of `function`; return its result, empty until the first replay, and what replays it."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may prepare batches meanwhile. A failed capture leaves its stream as the current one.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")

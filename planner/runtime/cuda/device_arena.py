@@ -94,11 +94,7 @@ class SharedPool:
         return any(0 <= part.data_ptr() - self.slab_address < self.slab_bytes for part in parts)
 
     def begin(self, slab_bytes: int) -> "_Begun | None":
-        """Return the beginning of a step that needs a slab of `slab_bytes`; None if tensors of another one are in it.
-
-        Raises:
-            torch.OutOfMemoryError: there is no such memory.
-        """
+        """Return the beginning of a step that needs a slab of `slab_bytes`; None if tensors of another one are in it."""
         self.ended = None  # which holds its pool
         self.left = [storage for storage in self.left if not storage.expired()]
         last = None if self._begun is None else self._begun()
@@ -134,13 +130,7 @@ class DeviceArena:
     """
 
     def __init__(self, shared: SharedPool, steering: Steering, *, accumulate: bool = False) -> None:
-        """Prepare the arena; the pool is made when a step needs it.
-
-        Args:
-            shared: the pool, shared with other plans of the model.
-            steering: of the schedule.
-            accumulate: True if gradients are added to those of earlier steps. They are then copied out of the arena.
-        """
+        """Prepare the arena. Gradients that `accumulate` in those of earlier steps are copied out of it."""
         self.steering = steering
         self.missed = self.lost = 0
         self.shared = shared

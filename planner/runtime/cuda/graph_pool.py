@@ -12,10 +12,6 @@ def compute_pool_bytes(graph: Graph, schedule: Schedule, libraries: Sequence[int
     """Return the bytes of the pool once both passes of `schedule`, which is valid on `graph`, are captured.
 
     A capture allocates as the passes do, in the order of the schedule, from private segments.
-
-    Args:
-        libraries: bytes of the workspaces that libraries allocate in the pool for each capture (``planner.runtime.libraries``).
-        rules: settings of the allocator.
     """
     allocator, training = CachingAllocator(rules=rules), training_of(graph, schedule)
     captures = [0, find_boundary(graph, schedule) * training.moments] if libraries else []

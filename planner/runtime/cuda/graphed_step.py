@@ -41,22 +41,14 @@ class FunctionRecorder(Protocol):
         """Call `run` until all one-time work is done."""
 
     def record(self, function: Callable[..., T], *args: Any) -> tuple[T, Callable[[], None]]:
-        """Call `function` once, and record it.
-
-        Returns:
-            The result, and a function that repeats the work from the same tensors into the same tensors.
-        """
+        """Call `function` once, and record it; return its result, and what repeats it from and into the same tensors."""
 
     def count_held_bytes(self) -> int:
         """Return the bytes that the recordings keep."""
 
 
 def prepare_for_recording(captured: Capture) -> Capture:
-    """Return `captured` as it is planned for recording: without ops that cannot be recorded, and with the copies counted.
-
-    Raises:
-        TraceError: an op that cannot be recorded; names it.
-    """
+    """Return `captured` as it is planned for recording, with its copies counted; raise TraceError for an op that cannot be."""
     _check_ops(captured)
     once = execute_random_ops_once(captured)
     graph = once.graph.holding(Kind.INPUT, "recorded_inputs", _count_input_bytes(once))
@@ -73,13 +65,7 @@ def remove_host_times(captured: Capture) -> Capture:
 
 
 def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Batch, recorder: FunctionRecorder) -> None:
-    """Replace the passes of `executor` by recordings of `recorder`; `step`, batch and random state are restored.
-
-    Args:
-        captured: the capture that `executor` runs (``prepare_for_recording``).
-        step: the captured step.
-        batch: real tensors, to warm up with.
-    """
+    """Replace the passes of `executor` by recordings of `recorder`; `step`, batch and random state are restored."""
     static = collect_static(captured, step, batch)
     with (
         preserve_training_state(step, batch, written=collect_written_tensors(captured, step, batch)),
@@ -125,11 +111,7 @@ class RecordedPasses:
         self._gradients, self._replay_backward = recorder.record(backward, self._static, alive)
 
     def forward(self, static: Sequence[Any]) -> Returned:
-        """Replay the forward pass on `static`.
-
-        Raises:
-            MismatchError: a parameter or buffer has moved since the step was recorded.
-        """
+        """Replay the forward pass on `static`; raise MismatchError if a parameter or buffer has moved since it was recorded."""
         for i in self._in_place:
             if static[i].data_ptr() != self._static[i].data_ptr():
                 raise MismatchError(
@@ -148,11 +130,7 @@ class RecordedPasses:
         return loss, tuple(extras), [self._turn]
 
     def backward(self, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
-        """Replay the backward pass of the last forward pass.
-
-        Raises:
-            PlannerError: it belongs to an earlier forward pass.
-        """
+        """Replay the backward pass of the last forward pass; raise PlannerError if it belongs to an earlier one."""
         if alive != [self._turn]:
             raise PlannerError(
                 "backward() came after another call of the step, which has overwritten this one's tensors: a recorded step holds "

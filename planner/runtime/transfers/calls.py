@@ -34,11 +34,7 @@ class CallChannel:
         return CallTransfer(self, look)
 
     def issue(self, fill: Callable[[], None]) -> ThreadedCall | torch.cuda.Event:
-        """Issue the call of `fill`; return what can be waited for.
-
-        Raises:
-            CopyError: no thread can be started for it.
-        """
+        """Issue the call of `fill`; return what can be waited for."""
         if isinstance(self._on, Worker):
             call = ThreadedCall(fill)
             self._on.issue(call)
@@ -77,21 +73,13 @@ class CallTransfer:
         self._issued: tuple[ThreadedCall | torch.cuda.Event, Callable[[], None]] | None = None
 
     def start(self, function: Begins, given: Any) -> Any:
-        """Issue the call of `function`; return its result, which is not filled before ``finish``.
-
-        Raises:
-            CopyError: no thread can be started for it.
-        """
+        """Issue the call of `function`; return its result, which is not filled before ``finish``."""
         result, fill = function.begin(given)
         self._issued = self._channel.issue(fill), fill
         return result
 
     def finish(self) -> None:
-        """Make the computation wait for the call, and let go of its memory.
-
-        Raises:
-            PlannerError: it has failed; a CopyError if that is not an error of its own.
-        """
+        """Make the computation wait for the call, and let go of its memory; raise if it has failed."""
         if self._issued is not None:
             self._channel.wait(self._issued[0], self._look)
         self._issued = None

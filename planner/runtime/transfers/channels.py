@@ -15,11 +15,7 @@ from planner.runtime.transfers.transfers import DeviceMemory, PoolMemory, Transf
 def open_channel(
     stream: str, source: torch.device, target: torch.device, memory: PoolMemory, *, timed: bool = False
 ) -> StreamChannel | ThreadChannel:
-    """Return the channel that the `stream` of a graph names, to the `memory` of the device `target`.
-
-    Args:
-        timed: True if copies record when they end (``Transfer.measure_seconds_after``).
-    """
+    """Return the channel that the `stream` of a graph names, to the `memory` of the device `target`."""
     name = stream.replace("_", " ")
     cuda = next((device for device in (source, target) if device.type == "cuda"), None)
     return ThreadChannel(name, memory) if cuda is None else StreamChannel(name, cuda, memory, timed=timed)
@@ -34,11 +30,7 @@ class HostChannels:
     """
 
     def __init__(self, device: torch.device, host_bytes: int | None = None, *, timed: bool = False) -> None:
-        """Open channels between `device` and `host_bytes` of host memory, None for no limit.
-
-        Args:
-            timed: True if copies record when they end.
-        """
+        """Open channels between `device` and `host_bytes` of host memory, None for no limit; if `timed`, copies record ends."""
         host = torch.device("cpu")
         self.memory = create_host_memory(device, host_bytes) if device.type == "cuda" else HostMemory(host_bytes)
         self.by_stream = {
@@ -47,40 +39,19 @@ class HostChannels:
         }
 
     def offload(self, tensor: torch.Tensor, made_by: Transfer | None = None) -> tuple[HostTensor, Transfer]:
-        """Issue the copy of `tensor` to the host.
-
-        Args:
-            made_by: as in ``Transfer.send``.
-
-        Returns:
-            The tensor on the host, and the transfer, to be finished before `tensor` is freed.
-
-        Raises:
-            CopyError: there is no room on the host, or no thread to copy.
-        """
+        """Issue the copy of `tensor`; return the tensor on the host, and the transfer, to be finished before `tensor` goes."""
         transfer = self.by_stream[DEVICE_TO_HOST].transfer()
         transfer.send(tensor, made_by)
         return transfer.take(compute_allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)), transfer
 
     def reload(self, host: HostTensor) -> tuple[Any, Transfer]:
-        """Issue the copy of `host` to the device.
-
-        Returns:
-            The memory taken for it, and the transfer, whose ``wait_for_arrival`` returns the tensor.
-
-        Raises:
-            CopyError: there is no thread to copy.
-        """
+        """Issue the copy of `host`; return the memory taken for it, and the transfer, which has the tensor when it arrives."""
         transfer = self.by_stream[HOST_TO_DEVICE].transfer()
         transfer.send(host)
         return transfer.take(len(host.bytes.room)), transfer
 
     def copy_again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> Transfer:
-        """Issue a copy to the host or back whose memory exists on both sides: nothing is allocated.
-
-        Args:
-            tensor: uint8[n].
-        """
+        """Copy `tensor`, uint8[n], to `host` or back, where memory exists on both sides: nothing is allocated."""
         transfer = self.by_stream[DEVICE_TO_HOST if out else HOST_TO_DEVICE].transfer()
         source, target = (tensor, host) if out else (host, tensor)
         transfer.send(source)

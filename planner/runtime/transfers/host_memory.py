@@ -26,11 +26,7 @@ class Copy(Protocol):
     """A copy that was issued, and may be under way."""
 
     def finish(self) -> None:
-        """Wait until the copy has ended.
-
-        Raises:
-            CopyError: it has failed.
-        """
+        """Wait until the copy has ended; raise CopyError if it has failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,23 +105,13 @@ class Transfer(ABC):
         self._give(end, at_target=True)
 
     def wait_for_arrival(self, taken: torch.Tensor) -> torch.Tensor:
-        """Wait for the copy at the target; return the tensor in the memory that was `taken` for it.
-
-        Raises:
-            CopyError: the copy has failed.
-            TransferStoppedError: the pass has failed.
-        """
+        """Wait for the copy at the target; return the tensor in the memory that was `taken` for it."""
         self._wait(at_target=True)
         assert self.layout is not None
         return self.layout.view_in(taken)
 
     def finish(self) -> None:
-        """Wait for the copy at the source.
-
-        Raises:
-            CopyError: the copy has failed.
-            TransferStoppedError: the pass has failed.
-        """
+        """Wait for the copy at the source; raise CopyError if it has failed, or the pass."""
         self._wait(at_target=False)
 
     def stop(self) -> None:
@@ -137,11 +127,7 @@ class Transfer(ABC):
 
     @abstractmethod
     def measure_seconds_after(self, earlier: Any) -> float:
-        """Return the seconds between the end of `earlier`, on the same channel, and of this copy; wait for both.
-
-        Raises:
-            CopyError: one has failed.
-        """
+        """Return the seconds between the ends of `earlier`, on the same channel, and of this copy; wait for both."""
 
     @abstractmethod
     def copy(self) -> Copy:
@@ -189,11 +175,7 @@ class Transfer(ABC):
                 host.copies.append(started)
 
     def _take_ends(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the bytes to copy, and where to; the transfer lets go of both ends.
-
-        Raises:
-            CopyError: the tensor does not fit into the memory.
-        """
+        """Return the bytes to copy, and where to, and let go of both ends; raise CopyError if the tensor does not fit there."""
         source, target = self._source, self._target
         assert source is not None and target is not None
         if isinstance(source, HostBytes):
@@ -232,11 +214,7 @@ class Transfer(ABC):
 
 
 def copy_tensor(tensor: torch.Tensor, size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return a copy of `tensor` on `device`, as a step makes it if `size_bytes` are planned for it.
-
-    Raises:
-        CopyError: it does not fit.
-    """
+    """Return a copy of `tensor` on `device`, as a step makes it; raise CopyError if it does not fit in `size_bytes`."""
     layout, values = fit_layout(view_storage(tensor), StorageLayout.of(tensor), size_bytes)
     target = DeviceMemory(device).allocate(size_bytes)
     target[: len(values)].copy_(values)

@@ -88,11 +88,7 @@ class Worker:
         self._starting = threading.Lock()
 
     def issue(self, job: ThreadJob) -> None:
-        """Queue `job`.
-
-        Raises:
-            PlannerError: no thread can be started.
-        """
+        """Queue `job`; raise a PlannerError if no thread can be started."""
         with self._starting:
             if self.thread is None or not self.thread.is_alive():
                 self._start()

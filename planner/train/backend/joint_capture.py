@@ -39,15 +39,10 @@ def capture_joint(
     options: Sequence[str] = (),
     on_op: Callable[[int, int], None] | None = None,
 ) -> Capture:
-    """Return the joint graph as ops and storages, with the time and memory of each op.
+    """Return a joint graph, after ``rewrite_as_eager``, as ops and storages, with the time and memory of each op.
 
-    Args:
-        module: the joint graph, after ``rewrite_as_eager``.
-        device: device for modelled times.
-        measure: True to measure each op on its own device instead.
-        forward_outputs: number of outputs of the forward pass.
-        options: options to find in the graph. Ops that may change rounding count as rounding, because results are not compared.
-        on_op: as in ``planner.measure.profile.profile``.
+    Times are modelled on `device`, or with `measure` measured where the graph runs. Ops of `options` that may round otherwise
+    count as rounding, because results are not compared.
 
     Raises:
         UsageError: sizes are dynamic.

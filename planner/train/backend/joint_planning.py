@@ -60,11 +60,7 @@ class JointPlanning:
         self._leaving, self._host_bytes, self._limit_s = leaving, host_bytes, limit_s
 
     def plan(self) -> None:
-        """Set the plan of each graph.
-
-        Raises:
-            InfeasibleError: no plans that fit together were found. The message has the bytes that each keeps.
-        """
+        """Set the plan of each graph; raise InfeasibleError, with what each keeps, if none that fit together were found."""
         most = {
             graph: count_kept_bytes(graph.captured.graph, build_keep_everything(graph.captured.graph)) for graph in self._graphs
         }

@@ -26,15 +26,7 @@ _PASSES = 3
 
 
 def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequence[str] = ()) -> Capture:
-    """Return `module` as the kernels that Inductor compiles, with the time and memory of each op.
-
-    Args:
-        module, inputs: the module captured by Dynamo, and its real inputs.
-        options: options to find in the capture.
-
-    Raises:
-        TraceError: Inductor's code cannot be planned.
-    """
+    """Return `module` as the kernels that Inductor compiles, with `options` found and ops measured; raise TraceError if none."""
     context = private.TracingContext.try_get()
     assert context is not None
     with ExitStack() as stack:

@@ -29,11 +29,7 @@ Hooks = MutableMapping[int, Callable[..., Any]]
 
 
 def leave_out_unread(graph: PlannedGraph, outputs: object, args: Sequence[object]) -> None:
-    """Leave out gradients that lead only to results which the loss does not read, in backward passes from `outputs`.
-
-    Args:
-        outputs, args: results and arguments of a forward pass of `graph`.
-    """
+    """Leave out gradients that lead only to results which the loss does not read, in backward passes from `outputs`."""
     # Not the tensors themselves, which would stay in memory. Hooks of leaves are found in the backward pass.
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     hooks = {i: list_hooks_with_gradient(t) for i, t in enumerate(tensors) if list_hooks_with_gradient(t) and not t.is_leaf}

@@ -92,12 +92,7 @@ class PlannedGraph:
         *,
         outputs: int,
     ) -> None:
-        """Initialize with the capture and the joint graph `module`.
-
-        Args:
-            channels: channels to the host, if the graph offers transfers.
-            arena: the arena that the passes run in; None for PyTorch's allocator.
-        """
+        """Initialize with the capture and the joint graph `module`."""
         placeholders = module.graph.find_nodes(op="placeholder")
         self.device = get_graph_device(module)
         self._module, self._devices = module, Devices(captured.graph, self.device, channels)
@@ -299,11 +294,7 @@ class PlannedGraph:
         return ", ".join(self.input_names[t] for t in sorted(tensors))
 
     def copy_inputs(self, room_bytes: int) -> int:
-        """Copy inputs between the next two passes, in case they change, within the plan's peak; return what is left of the room.
-
-        Args:
-            room_bytes: the most bytes that the copies may take.
-        """
+        """Copy inputs between the next two passes, in case they change, within the plan's peak; return what room is left."""
         if self.arena is not None:
             return room_bytes
         graph = self.captured.graph

@@ -46,11 +46,7 @@ class BackendSettings:
 
 
 def parse_backend_options(options: Mapping[str, Any] | None) -> BackendSettings:
-    """Return the settings given by the backend's options.
-
-    Raises:
-        PlannerError: an option is unknown or invalid, options exclude each other, or there is no budget.
-    """
+    """Return the settings given by the backend's options."""
     given = dict(options or {})
     known = OPTIONS_OF_COMPILE | {"budget", "on_progress"}
     refuse_unknown_options(given, known, "the backend planner")

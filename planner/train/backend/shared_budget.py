@@ -135,11 +135,7 @@ class SharedBudget:
         self._views = list_views(settings.on_progress) if is_first else ()
 
     def build_graph(self, joint: fx.GraphModule, captured: Capture, *, outputs: int) -> PlannedGraph:
-        """Return the graph of a capture of `joint`, with the requested options.
-
-        Raises:
-            UsageError: an option does not work on the graph's device.
-        """
+        """Return the graph of a capture of `joint`, with the requested options."""
         device = get_graph_device(joint)
         if device.type == "cuda":
             check_compatible({*self.settings.features, Feature.SHARED_GPU})
@@ -450,11 +446,7 @@ class SharedBudget:
         return self._predict_reserved(order, seen, [(graph.captured.graph, found[1][graph]) for graph in order])
 
     def _fit_arena(self, runs: Sequence[_ForwardRun], budget: _StepBudget) -> None:
-        """Plan the graphs of a step for less memory if their arena exceeds the budget, because there are gaps between addresses.
-
-        Raises:
-            InfeasibleError, LimitError: no plans are found that need this much less.
-        """
+        """Plan the graphs of a step for less memory if their arena exceeds the budget, as there are gaps between addresses."""
         arena = runs[0].graph.arena
         assert arena is not None
         arena.budget_bytes = budget.requested_bytes

@@ -27,11 +27,7 @@ class SharedChannels:
         self._opened: tuple[torch.device, HostChannels] | None = None
 
     def get_channels(self, device: torch.device) -> HostChannels:
-        """Return the channels between a graph's `device` and the host; all graphs and steps share them.
-
-        Raises:
-            PlannerError: other graphs run on another device.
-        """
+        """Return the channels between a graph's `device` and the host; all graphs share them, so that there may be one device."""
         if self._opened is None:
             self._opened = device, HostChannels(device, self.host_bytes)
         there, channels = self._opened

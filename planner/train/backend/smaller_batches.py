@@ -45,12 +45,7 @@ class Outline:
 
 
 def run_smaller(module: fx.GraphModule, inputs: Sequence[Any], budget: "SharedBudget") -> Callable[..., Any] | None:
-    """Return the function that runs `module` by eager PyTorch; None unless it is one of a smaller batch and sure to fit.
-
-    Args:
-        module, inputs: the captured graph and its inputs.
-        budget: of the ``torch.compile`` call.
-    """
+    """Return the function that runs `module` by eager PyTorch; None unless it is one of a smaller batch and sure to fit."""
     returned = pytree.tree_leaves(module.graph.output_node().args[0])
     outputs = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in returned]
     outline = Outline.of(module)

@@ -141,12 +141,7 @@ def compute_peak_bytes(plans: Sequence[tuple[Graph, Schedule]], runs: Sequence[P
 
 
 def compute_peak_of_unplanned(runs: Sequence[PassStorages], kept_bytes: Sequence[int]) -> int:
-    """Return the peak memory, in bytes, of a step while its graphs without a plan run; 0 if there are none.
-
-    Args:
-        runs: the forward passes of planned graphs, in order.
-        kept_bytes: the bytes that each keeps between its passes, without static memory.
-    """
+    """Return the peak memory, in bytes, of a step while its graphs without a plan run; 0 if there are none."""
     peak_bytes = 0
     passes = _list_all_passes(runs)
     made = _unite(run.made for run in passes)

@@ -14,11 +14,7 @@ from planner.train.distributed.wrappers import Unwrapped
 def resolve_auto(budget: Budget, wrapper: Unwrapped, batch: Batch, optimizer: torch.optim.Optimizer | None = None) -> Budget:
     """Return `budget`, with ``auto`` resolved to the free memory of the model's device plus what the step already uses.
 
-    Args:
-        wrapper: the model with its wrapper for one or several processes. If several processes train, all call this, and get the
-            smallest of their budgets.
-        batch: inputs and targets.
-        optimizer: the optimizer, whose allocated state counts; None before its first step.
+    If several processes train, all call this, and get the smallest of their budgets.
 
     Raises:
         BudgetError: nothing is left, or several processes share the memory of a CPU.

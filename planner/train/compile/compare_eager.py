@@ -58,14 +58,8 @@ def compare_with_eager(
     With Inductor's kernels, the reference is PyTorch's own run of them in place of `step`. Under FSDP2 `step` runs by its hooks:
     all processes run the same steps, and each compares its own shards. Inductor's kernels have no reference there.
 
-    Args:
-        captured: the capture of `step`.
-        planned: the step that runs by a plan.
-        step: model and loss function, as they are called in eager mode.
-        batch: real tensors.
-        plan: that of `planned`. Differences that it allows are measured, but not where they begin; of a lossy one the error of
-            gradients too. Time and peak of an earlier comparison are reused if the bits are equal in both.
-        together: the processes that run each step together.
+    Differences that `plan` allows are measured, but not where they begin; of a lossy one the error of gradients too. Time and
+    peak of an earlier comparison are reused if the bits are equal in both.
     """
     reference, reference_name = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
     reference_name = reference_name if together.is_alone else _FSDP2

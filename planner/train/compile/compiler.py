@@ -137,11 +137,7 @@ class Compiler:
         return self.wrapper.add_units(restored, self.settings)
 
     def make(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
-        """Return the fastest step on `batch` within the budget; `captured` is what ``capture`` returned.
-
-        Raises:
-            InfeasibleError, LimitError, BudgetError: as ``solve``.
-        """
+        """Return the fastest step on `batch` within the budget; `captured` is what ``capture`` returned."""
         profiled = self.profile(captured, batch)
         # Some sizes are known from the profile only: those of workspaces that oneDNN's LSTM keeps for its backward pass.
         compiler = self.choose_arena(profiled.graph, budget) if self.wrapper.ranks.is_alone else self
@@ -183,10 +179,6 @@ class Compiler:
         """Return the step of a profiled capture, solved until the measured peak is within the budget.
 
         If eager PyTorch does not fit, the peak is measured in the first training step, to spare the time of an extra one.
-
-        Raises:
-            InfeasibleError, LimitError: as ``planner.solve``.
-            BudgetError: the measured peak stays above the budget.
         """
         try:
             return self._solve(captured, batch, budget)
@@ -318,11 +310,7 @@ class Compiler:
     def _build_copier(
         self, captured: Capture, budget_bytes: int, *, measured: bool
     ) -> Callable[[Batch, Set[int]], PlannedStep] | None:
-        """Return the function that replans with copies of tensors that change between the passes; None on several processes.
-
-        Args:
-            measured: True if `captured` is profiled.
-        """
+        """Return the function that replans a step, `measured` or not, with copies of changed tensors; None on several ranks."""
         if not self.wrapper.ranks.is_alone:
             return None
         return partial(self._replan_with_copies, captured, Bytes(budget_bytes), measured)

@@ -8,11 +8,7 @@ from planner.runtime.executor import Executor
 
 
 def fits_eager(executor: Executor, plan: Plan, batch: Batch) -> bool:
-    """Return True if eager PyTorch takes a smaller batch within the budget of `plan`, with its bits.
-
-    Args:
-        executor: of `plan`, which is for a larger batch.
-    """
+    """Return True if eager PyTorch takes a smaller batch within the budget of `plan`, which `executor` runs, with its bits."""
     static = executor.program.gather(executor.training_step, list_leaves(batch))
     return is_sure_to_fit(executor.graph, executor.program, static, plan.memory, plan.budget_bytes)
 

@@ -40,11 +40,7 @@ class GraphBudget:
 
     @staticmethod
     def of(graph: Graph, budget: Budget, memory: CountedMemory) -> "GraphBudget":
-        """Return a budget of reserved memory for `graph`, with its copies as static memory (``runtime.cuda.graphed_step``).
-
-        Raises:
-            InfeasibleError: nothing is left for the pool.
-        """
+        """Return a budget of reserved memory for `graph`, with its copies as static memory (``runtime.cuda.graphed_step``)."""
         whole_bytes = predict_eager_bytes(graph, memory)
         budget_bytes = budget.resolve(whole_bytes)
         outside_bytes = predict_reserved_with_graphs(graph, keep_everything(remove_options(graph)), memory, 0, 0).device_bytes

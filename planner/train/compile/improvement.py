@@ -136,11 +136,7 @@ class Improvement:
         self._watch = PeakWatch(executor) if plan.measured_peak_bytes is None else None
 
     def find(self, steps: int) -> Plan | None:
-        """Return a plan that is to replace the current one, if one has been found.
-
-        Args:
-            steps: number of trained steps: a solve starts once it pays.
-        """
+        """Return a plan that is to replace the current one after so many trained `steps`, if one has been found."""
         self._steps = steps
         self._take_times()
         others = any(solve.is_running for solve in _SOLVES)  # for other sizes or models: one solve at a time
@@ -194,11 +190,7 @@ class Improvement:
         return self.plan.compute_needed_bytes(watch.peak_bytes) - self.plan.budget_bytes
 
     def take_back(self, over_bytes: int) -> PlanSwap:
-        """Return to the plan before the one that exceeded the budget; lower the solved budget by `over_bytes`.
-
-        Raises:
-            InfeasibleError: it was the first plan, and none is found with the lower budget.
-        """
+        """Return to the plan before the one that exceeded the budget; lower the solved budget by `over_bytes`."""
         if self._watch is not None:
             self._watch.stop()
         before, self._watch, self._before = self._before, None, None

@@ -39,9 +39,6 @@ class InductorCompiler(Compiler):
 
         If the default variant of ``torch.compile`` fits without recomputation that costs time, it is returned. Otherwise other
         variants are compiled and planned, and each that gives the same bits is timed against ``torch.compile``.
-
-        Raises:
-            InfeasibleError, LimitError, BudgetError: no variant fits; raised for the first one.
         """
         whole_bytes = summarize(captured.graph).keep_everything_peak_bytes
         if isinstance(budget, Share):

@@ -47,13 +47,7 @@ class BatchPlans:
     """
 
     def __init__(self, wrapper: Unwrapped, budget: Budget, options: Mapping[str, Any]) -> None:
-        """Set the model, the budget and the options that all plans share.
-
-        Args:
-            wrapper: the model with its wrapper for one or several processes.
-            budget: as in ``planner.compile``.
-            options: its other keyword arguments.
-        """
+        """Set the model, the budget and the options that all plans share."""
         self._wrapper = wrapper
         self._asked: Budget = budget
         self._budget: Budget = budget
@@ -180,9 +174,5 @@ class BatchPlans:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise unless ``planner.compile`` has these keyword arguments, apart from the budget.
-
-    Raises:
-        PlannerError: an argument is unknown.
-    """
+    """Raise PlannerError unless ``planner.compile`` has these keyword arguments, apart from the budget."""
     refuse_unknown_options(options, _OPTIONS, "planner.compile")

@@ -69,12 +69,7 @@ class Planning:
         return self.settings.features | found
 
     def step(self, batch: Batch, budget: Budget) -> PlannedStep:
-        """Return the planned step for batches like `batch`, as ``planner.compile`` does.
-
-        Args:
-            batch: inputs and targets.
-            budget: the budget, or the overhead in its place.
-        """
+        """Return the planned step for batches like `batch`, as ``planner.compile`` does."""
         check_trains()
         batch = detach_batch(batch)
         budget = resolve_auto(budget, self.wrapper, batch)
@@ -127,11 +122,7 @@ class Planning:
 
 
 def check_trains() -> None:
-    """Raise if no training is possible here.
-
-    Raises:
-        PlannerError: gradients are turned off, or a transform of torch.func or a block of planner.rematerialize is active.
-    """
+    """Raise PlannerError if gradients are turned off, or a transform of torch.func or a block of rematerialize is active."""
     if not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise PlannerError(f"planner.compile is called under torch.{mode}(), where nothing is trained: call it outside")

@@ -19,13 +19,7 @@ class ReplannedStep(PlannedStep):
     """
 
     def __init__(self, make: Callable[[Batch, Budget], PlannedStep], batch: Batch, budget: Budget, *, max_plans: int) -> None:
-        """Plan for `batch`.
-
-        Args:
-            make: a planned step for a batch and a budget.
-            batch, budget: as in ``planner.compile``. A share is of the first plan's peak.
-            max_plans: number of cached plans; the least recently used one is dropped first.
-        """
+        """Plan for `batch`."""
         first = make(batch, budget)
         super().__init__(first.plan, first._run, first.measured)
         self._make, self._max_plans = make, max_plans
@@ -34,11 +28,7 @@ class ReplannedStep(PlannedStep):
 
     @shorten_traceback
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Return the loss of a batch, as any planned step; plan first if no cached plan matches.
-
-        Raises:
-            TraceError, InfeasibleError, LimitError, BudgetError: as ``planner.compile``, when it plans again.
-        """
+        """Return the loss of a batch, as any planned step; plan first if no cached plan matches."""
         refused: list[str] = []
         for step in self._kept:
             try:

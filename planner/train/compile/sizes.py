@@ -71,13 +71,7 @@ class SizePlans:
         return self._fits[shapes]
 
     def step(self, batch: Batch) -> "PlannedStep":
-        """Return the step for `batch`; plan first if it has new sizes.
-
-        Raises:
-            PlannerError: processes that run each step together have batches of different sizes.
-            InfeasibleError, LimitError: no schedule is found that fits.
-            BudgetError: the measured peak stays above the budget.
-        """
+        """Return the step for `batch`; plan first if it has new sizes, which must be those of all processes."""
         check_same_sizes(self._wrapper.together, batch)
         return self._kept.use(self._build_key(batch), lambda: self._make_step(detach_batch(batch)))
 
@@ -105,14 +99,7 @@ def format_shapes(batch: Batch) -> str:
 
 
 def check_same_sizes(ranks: SingleProcess, batch: Batch, key: Hashable = None) -> None:
-    """Raise if processes have different batches: one that plans alone would wait for the others forever.
-
-    Args:
-        key: what else must be the same.
-
-    Raises:
-        PlannerError: the sizes, or what else must be the same, differ.
-    """
+    """Raise PlannerError if processes have other batches or keys: one that plans alone would wait for the others forever."""
     if not ranks.is_same((key, list_shapes(batch))):
         found = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(ranks.gather(format_shapes(batch))))
         raise PlannerError(

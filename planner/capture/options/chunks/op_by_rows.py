@@ -67,22 +67,14 @@ class OpByRows:
         return tuple(arg.meta["val"].shape)
 
     def get_rows(self, *args: object) -> RowDimensions:
-        """Return the position of the rows in the first of `args` where it is known.
-
-        Raises:
-            NotByRowsError: it is known for none.
-        """
+        """Return the position of the rows in the first of `args` where it is known; raise NotByRowsError if it is for none."""
         for arg in args:
             if isinstance(arg, fx.Node) and arg in self.known:
                 return self.known[arg]
         raise NotByRowsError
 
     def require(self, arg: object, rows: RowDimensions) -> None:
-        """Require that `arg` is read with the rows at this position.
-
-        Raises:
-            NotByRowsError: its rows are elsewhere, or it has none.
-        """
+        """Require that `arg` is read with the rows at this position; raise NotByRowsError if it cannot be."""
         if not isinstance(arg, fx.Node) or self.known.get(arg, rows) != rows or self.found.setdefault(arg, rows) != rows:
             raise NotByRowsError
         if rows.last >= len(self.get_shape(arg)) or prod(rows.list_sizes(self.get_shape(arg))) % self.rows:

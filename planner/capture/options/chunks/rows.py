@@ -49,11 +49,7 @@ class RowDimensions:
 
 
 def find_rows_behind(shape: Sequence[int], before: int, rows: int) -> RowDimensions:
-    """Return the fewest dimensions of `shape` that contain `rows` rows, after dimensions with `before` elements.
-
-    Raises:
-        NotByRowsError: there are no such dimensions.
-    """
+    """Return the fewest dimensions of `shape` with `rows` rows, after `before` elements; raise NotByRowsError if none have."""
     seen = 1
     for first, size in enumerate(shape):
         if seen == before and size > 1:

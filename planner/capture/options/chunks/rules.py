@@ -21,11 +21,7 @@ aten = torch.ops.aten
 
 
 def find_row_form(op: OpByRows) -> ByRows:
-    """Return the row-by-row form of an op.
-
-    Raises:
-        NotByRowsError: the op is not by rows.
-    """
+    """Return the row-by-row form of an op; raise NotByRowsError if it has none."""
     target = op.node.target
     if rule := _RULES.get(target):
         return rule(op)

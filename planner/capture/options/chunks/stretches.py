@@ -169,11 +169,7 @@ class StretchFinder:
         return found
 
     def _close(self, stretch: Stretch, begin: int, known: Mapping[fx.Node, RowDimensions]) -> None:
-        """Add to `stretch` the op `begin`, all readers of long rows in the same pass, and products that make long rows they read.
-
-        Raises:
-            NotByRowsError: it cannot.
-        """
+        """Add to `stretch` the op `begin`, all readers of long rows in its pass, and products that make long rows they read."""
         phase = self.graph.ops[begin].phase
         waiting = [(begin, known)]
         while waiting:
@@ -245,11 +241,7 @@ class StretchFinder:
         return False
 
     def _check(self, stretch: Stretch) -> None:
-        """Raise unless rows are read by rows, and nothing outside reads long rows, or other results before the last op.
-
-        Raises:
-            NotByRowsError: a condition does not hold.
-        """
+        """Raise NotByRowsError unless rows are read by rows, and nothing outside reads long ones, or others before the end."""
         last = max(stretch.ops)
         for op, node in stretch.ops.items():
             reads = stretch.calls[node].reads

@@ -110,11 +110,7 @@ class Keep(_InSlices):
         return Keep(layout, self.number), (layout.like,)
 
     def __call__(self, value: torch.Tensor) -> tuple[torch.Tensor]:
-        """Return `value`, compressed.
-
-        Raises:
-            TraceError: its layout differs from the captured one.
-        """
+        """Return `value`, compressed; raise TraceError if its layout differs from the captured one."""
         layout = self.layout
         if value.stride() != layout.like.stride() or value.storage_offset():
             raise TraceError(

@@ -80,11 +80,7 @@ def describe_options(parameters: Mapping[str, inspect.Parameter]) -> str:
 
 
 def get_factory(name: str) -> Callable[..., Workload]:
-    """Return the function that builds the workload `name`.
-
-    Raises:
-        UsageError: the name is unknown.
-    """
+    """Return the function that builds the workload `name`; raise UsageError if there is none."""
     entry = ZOO.get(name)
     if entry is None:
         raise UsageError(f"unknown zoo model {name!r}: choose from {', '.join(ZOO)}")

@@ -14,11 +14,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @contextmanager
 def create_tensors_in(dtype: str, device: str) -> Iterator[None]:
-    """Create floating-point tensors in `dtype`, and all tensors on `device`.
-
-    Raises:
-        UsageError: the dtype is unknown, or this machine has no such device.
-    """
+    """Create floating-point tensors in `dtype`, all tensors on `device`; raise UsageError if one is unknown here."""
     choose("dtype", dtype, DTYPES)
     try:
         place = torch.device(device)

@@ -51,10 +51,3 @@ class DynamicStep(PlannedStep):
         returned = self._shown(*args, **kwargs)
         self._show(self._shown)
         return returned
-
-    @shorten_traceback
-    def wait(self, seconds: float | None = None) -> Plan:
-        """Wait for a better plan for the size of the last batch; see ``PlannedStep.wait``."""
-        self._shown.wait(seconds)
-        self._show(self._shown)
-        return self.plan

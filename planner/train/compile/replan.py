@@ -6,7 +6,6 @@ from typing import Any
 from graphs.errors import MismatchError
 from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.signature import Batch, detach_batch
-from planner.plans.plan import Plan
 from planner.settings.budget import Budget, Bytes
 from planner.train.compile.step import PlannedStep
 
@@ -44,13 +43,6 @@ class ReplannedStep(PlannedStep):
         returned = step(*args, **kwargs)
         self._use(step)
         return returned
-
-    @shorten_traceback
-    def wait(self, seconds: float | None = None) -> Plan:
-        """Wait for a better plan than the last used one; see ``PlannedStep.wait``."""
-        self._kept[0].wait(seconds)
-        self._show(self._kept[0])
-        return self.plan
 
     def _use(self, step: PlannedStep) -> None:
         if self._kept[0] is not step:

@@ -228,7 +228,10 @@ class PlannedStep:
         """
         if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
             raise UsageError(f"seconds is {seconds!r}: must be a number, 0 or more, or None to wait for the end")
-        if self._improving is not None:
+        if self._shown is not self:
+            self._shown.wait(seconds)
+            self._show(self._shown)
+        elif self._improving is not None:
             self._take(self._improving.wait(seconds))
         return self.plan
 

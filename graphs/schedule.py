@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from graphs.checks import check_plain
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Phase
+from graphs.pools import DEVICE
 
 _SHOWN_STEPS = 20  # in the representation of a schedule
 
@@ -110,3 +111,9 @@ def live_after(graph: Graph, steps: Iterable[Step]) -> dict[int, int]:
         else:
             live.pop(step.tensor, None)
     return live
+
+
+def count_kept_bytes(graph: Graph, schedule: Schedule, pool: str = DEVICE) -> int:
+    """Return the bytes in `pool` between the forward and the backward pass, without static memory."""
+    live = live_after(graph, schedule.steps[: find_boundary(graph, schedule)])
+    return sum(graph.tensors[t].size_bytes for t in live if graph.tensors[t].pool == pool)

@@ -12,6 +12,7 @@ from graphs.units import format_bytes
 from planner.torch_private.core import get_local_tensor
 
 BUCKETS = "gradient_buckets"  # memory of a wrapper apart from the gradients of parameters
+_PASSES = ("forward", "backward")
 
 
 class EarlierGradients:
@@ -26,45 +27,32 @@ class EarlierGradients:
         self.budget_bytes: int | None = None
         gradients = (t for t in graph.tensors if t.kind is Kind.ACCUMULATED_GRADIENT and t.name != BUCKETS)
         self._counted_bytes = sum(t.size_bytes for t in gradients)
-        self._peaks_bytes = pass_peaks(graph, schedule)
-        self._most_bytes = [0, 0]  # in memory during a forward and a backward pass
+        self._peaks_bytes = dict(zip(_PASSES, pass_peaks(graph, schedule), strict=True))
+        self._most_bytes = dict.fromkeys(_PASSES, 0)  # in memory during each
 
-    def begin_forward(self, parameters: Iterable[torch.Tensor]) -> int:
-        """Return the bytes of gradients of `parameters` that the plan does not count, when the forward pass begins.
-
-        Raises:
-            BudgetError: the pass would take more than the budget.
-        """
-        return self._check(0, parameters)
-
-    def begin_backward(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Check the gradients again when the backward pass begins.
+    def check(self, which_pass: str, parameters: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of gradients of `parameters` that the plan does not count, as its ``forward`` or ``backward`` begins.
 
         Raises:
             BudgetError: the pass would take more than the budget.
         """
-        self._check(1, parameters)
-
-    def fit_with(self, graph: Graph, schedule: Schedule) -> bool:
-        """Return True if the largest gradients seen so far also fit with `schedule`."""
-        peaks = zip(pass_peaks(graph, schedule), self._most_bytes, strict=True)
-        return self.budget_bytes is None or all(peak + beside <= self.budget_bytes for peak, beside in peaks)
-
-    def _check(self, which: int, parameters: Iterable[torch.Tensor]) -> int:
         if self.budget_bytes is None:
             return 0
         there: int = sum(get_local_tensor(p.grad).nbytes for p in parameters if p.is_leaf and p.grad is not None)
         beside = max(0, there - self._counted_bytes)
-        if beside and (peak := self._peaks_bytes[which] + beside) > self.budget_bytes:
+        if beside and (peak := self._peaks_bytes[which_pass] + beside) > self.budget_bytes:
             raise BudgetError(
-                f"gradients of an earlier step ({format_bytes(there)}) are in memory when the "
-                f"{('forward', 'backward')[which]} pass begins, which would take {format_bytes(peak)} with them, over the "
-                f"budget of {format_bytes(self.budget_bytes)}: "
-                "free them before the step (optimizer.zero_grad(), with set_to_none=True), or plan with accumulate=True, which "
-                "counts them"
+                f"gradients of an earlier step ({format_bytes(there)}) are in memory when the {which_pass} pass begins, which "
+                f"would take {format_bytes(peak)} with them, over the budget of {format_bytes(self.budget_bytes)}: free them "
+                "before the step (optimizer.zero_grad(), with set_to_none=True), or plan with accumulate=True, which counts them"
             )
-        self._most_bytes[which] = max(self._most_bytes[which], beside)
+        self._most_bytes[which_pass] = max(self._most_bytes[which_pass], beside)
         return beside
+
+    def fit_with(self, graph: Graph, schedule: Schedule) -> bool:
+        """Return True if the largest gradients seen so far also fit with `schedule`."""
+        peaks = zip(pass_peaks(graph, schedule), self._most_bytes.values(), strict=True)
+        return self.budget_bytes is None or all(peak + beside <= self.budget_bytes for peak, beside in peaks)
 
 
 def pass_peaks(graph: Graph, schedule: Schedule) -> tuple[int, int]:

@@ -24,8 +24,7 @@ from torch.autograd.graph import increment_version
 from graphs.errors import MismatchError, PlannerError, SmallerBatchError, first_line
 from graphs.ir import Kind, Tensor
 from graphs.overwriting import find_overwritten_saved
-from graphs.pools import DEVICE
-from graphs.schedule import Schedule, find_boundary, live_after
+from graphs.schedule import Schedule, count_kept_bytes
 from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
 from planner.capture.guards.assertions import UNLIKELY_DRAW
@@ -41,7 +40,7 @@ from planner.runtime.devices import Devices
 from planner.runtime.eager_block import check_no_block
 from planner.runtime.earlier_gradients import EarlierGradients
 from planner.runtime.libraries import library_users, warm_up_libraries
-from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
+from planner.runtime.out_of_memory import ErrorReport, PlannedMemory, StateNotMade
 from planner.runtime.saved_hooks import warn_of_saved_hooks
 from planner.runtime.sharding import Unsharded
 from planner.runtime.slab_addresses import predict_step
@@ -165,12 +164,7 @@ class Executor:
             self.arena.budget_bytes = budget_bytes - self.graph.static_bytes
         self.check_writes, self._trains = check_writes, True
         if not isinstance(self.arena, DeviceArena):  # else there is no room between the passes; a slab gives idle pages back
-            self.changed_inputs.begin(budget_bytes - self.graph.static_bytes - self._count_kept_bytes())
-
-    def _count_kept_bytes(self) -> int:
-        """Return the bytes on the device between the passes, without static memory."""
-        live = live_after(self.graph, self.schedule.steps[: find_boundary(self.graph, self.schedule)])
-        return sum(self.graph.tensors[t].size_bytes for t in live if self.graph.tensors[t].pool == DEVICE)
+            self.changed_inputs.begin(budget_bytes - self.graph.static_bytes - count_kept_bytes(self.graph, self.schedule))
 
     def use_arena(self, shared: SharedSlab | SharedPool, offsets: Sequence[int] = ()) -> None:
         """Run the following steps in an arena: ``planner.runtime.arena``, or on CUDA ``planner.runtime.cuda.device_arena``.
@@ -368,12 +362,12 @@ class Executor:
         read = (*self._checked, *self._recomputed_from)
         ctx.unseen = UnseenWrites((self._name(i), static[i]) for i in read) if self.check_writes else None
 
-    def _check_earlier_gradients(self, static: Sequence[Any]) -> Callable[[], None]:
+    def _check_earlier_gradients(self, static: Sequence[Any]) -> Callable[[], object]:
         """Check earlier gradients before the forward pass; return the check before the backward pass."""
         parameters = [static[i] for i in self._parameters]
-        if not self.earlier_gradients.begin_forward(parameters):
+        if not self.earlier_gradients.check("forward", parameters):
             return lambda: None  # gradients added in between belong to other steps
-        return lambda: self.earlier_gradients.begin_backward(parameters)
+        return lambda: self.earlier_gradients.check("backward", parameters)
 
     def hand_over(self, ctx: Any) -> list[Any]:
         """Return the forward pass's values for the backward pass, which empties the list and may overwrite its contents.
@@ -450,13 +444,13 @@ class Executor:
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, executor: Executor, check_earlier_gradients: Callable[[], None], *static: Any
+        ctx: Any, executor: Executor, check_earlier_gradients: Callable[[], object], *static: Any
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.executor = executor
         ctx.check_earlier_gradients = check_earlier_gradients
         local, ctx.shardings = executor.sharding.unwrap(static)
-        with executor.memory.report_errors("forward"), _disable_autocast(local):
+        with ErrorReport(executor.memory, "forward"), _disable_autocast(local):
             loss, extras, ctx.alive = executor.code.forward(local)
         ctx.versions = [ctx.alive[i]._version for i in executor.code.returned]
         executor.save(ctx, local)
@@ -485,7 +479,7 @@ class _Step(torch.autograd.Function):
         ctx.check_earlier_gradients()
         alive = executor.hand_over(ctx)
         static = executor.restore(ctx, tangent)
-        with executor.memory.report_errors("backward"), _disable_autocast(static):
+        with ErrorReport(executor.memory, "backward"), _disable_autocast(static):
             gradients = executor.place_gradients(executor.code.backward(static, alive))
         gradients = executor.sharding.wrap(gradients, ctx.shardings)
         if executor.arena is not None and executor.accumulates:

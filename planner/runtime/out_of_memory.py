@@ -45,16 +45,6 @@ class PlannedMemory:
     missing_bytes: Callable[[], int] = lambda: 0
     afterwards: str = "The model, its gradients and the random state are as before the step."
 
-    def report_errors(self, which_pass: str) -> "ErrorReport":
-        """Return a context that replaces memory errors of the pass that runs inside, whose tensors are released first.
-
-        Other errors of an op are raised at the line of the user's code that called it.
-
-        Raises:
-            OutOfMemoryError: an allocation has failed.
-        """
-        return ErrorReport(self, which_pass)
-
     def raise_at_caller(self, error: Exception, which_pass: str) -> None:
         """Raise `error` at the line of the user's code that called the failed op; do nothing if that is not known."""
         op = None if isinstance(error, PlannerError) else self._find_failed_op(error)
@@ -119,7 +109,11 @@ class PlannedMemory:
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """The context of ``PlannedMemory.report_errors``; one of a generator would restore the traceback of an error."""
+    """A context for a pass: memory errors become an OutOfMemoryError that describes the plan, once its tensors are released.
+
+    Other errors of an op are raised at the line of the user's code that called it. A context made of a generator would restore
+    their traceback.
+    """
 
     memory: PlannedMemory
     which_pass: str

@@ -101,7 +101,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
                         device,
                         measure=measure,
                         forward_outputs=num_fwd_outputs,
-                        options=budget.traced,
+                        options=budget.settings.traced_options,
                         on_op=stage.advance,
                     )
             except TraceError as error:
@@ -150,7 +150,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
     captured: Capture | None = None
     try:
         with stages, stages.run_stage(Stage.MEASURE, "compiling and measuring kernels"), suppress(NothingCompiledError):
-            captured = capture_kernels(module, inputs, budget.traced)
+            captured = capture_kernels(module, inputs, budget.settings.traced_options)
     except TraceError as error:
         warn_caller(_NOT_PLANNED.format("torch.compile", error))
         return budget.count(UnplannedGraph(), compile_fx(module, inputs))  # type: ignore[arg-type]

@@ -4,19 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from graphs.errors import InfeasibleError
 from graphs.options import remove_options
-from graphs.schedule import Schedule, keep_everything
+from graphs.schedule import Schedule, count_kept_bytes, keep_everything
 from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.memory.fit import find_largest
 from planner.train.backend.planned_graph import PlannedGraph
-from planner.train.backend.rest_of_step import (
-    add_rest,
-    build_keep_everything,
-    count_kept_bytes,
-    find_lean_schedule,
-    map_back_rest,
-)
+from planner.train.backend.rest_of_step import add_rest, build_keep_everything, find_lean_schedule, map_back_rest
 from planner.train.backend.shared_channels import compute_host_room
 from planner.train.backend.step_memory import (
     PassStorages,

@@ -21,7 +21,7 @@ from graphs.errors import PlannerError
 from graphs.ir import Graph, Kind, Phase
 from graphs.overwriting import find_overwritten_saved
 from graphs.pools import COMPUTE, HOST
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, count_kept_bytes
 from graphs.simulate import simulate
 from graphs.units import UNLIMITED_BYTES
 from planner.capture.lowering.lower import Capture
@@ -30,7 +30,7 @@ from planner.runtime.arena import Arena
 from planner.runtime.changed_inputs import ChangedInputs, Input, keep_copies
 from planner.runtime.code import compile_schedule
 from planner.runtime.devices import Devices
-from planner.runtime.out_of_memory import PlannedMemory
+from planner.runtime.out_of_memory import ErrorReport, PlannedMemory
 from planner.runtime.saved_hooks import warn_of_saved_hooks
 from planner.runtime.step_lines import StepLines
 from planner.runtime.transfers.channels import HostChannels
@@ -38,7 +38,6 @@ from planner.runtime.undo import Rollback
 from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_private import capture as private
 from planner.torch_private.core import backward_retains_graph, disable_current_modes
-from planner.train.backend.rest_of_step import count_kept_bytes
 from planner.train.backend.smaller_batches import Outline
 
 # Both passes empty their argument lists. The last arguments of a backward pass are the non-tensor results of its forward
@@ -241,7 +240,7 @@ class PlannedGraph:
         warn_of_saved_hooks()
         seen = None if self.watch is None else self.watch(args)
         number = len(self._passes) - 1
-        with self._describe_memory(number).report_errors("forward"):
+        with ErrorReport(self._describe_memory(number), "forward"):
             returned, handed_over = self._passes[number].forward(args)
         slots = returned[self.outputs :]
         saved_inputs = self._save_inputs(number, slots)
@@ -281,7 +280,7 @@ class PlannedGraph:
         self._restore_inputs(number, getattr(plan.untyped_storage(), "inputs", ()), args)
         args += handed_over
         del plan, handed_over  # frees tensors on the host, unless the backward pass may run again
-        with self._describe_memory(number).report_errors("backward"):
+        with ErrorReport(self._describe_memory(number), "backward"):
             return self._passes[number].backward(args)
 
     @property

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from graphs.ir import Graph, Op, Phase
 from graphs.options import remove_options
-from graphs.pools import DEVICE
-from graphs.schedule import Compute, Schedule, Step, find_boundary, keep_everything, live_after, schedule_of
+from graphs.schedule import Compute, Schedule, Step, keep_everything, schedule_of
 from graphs.simulate import simulate
 from planner.memory.fit import find_largest
 from planner.memory.least_budget import find_least_budget
@@ -52,12 +51,6 @@ def map_back_rest(graph: Graph, schedule: Schedule) -> Schedule:
 def build_keep_everything(graph: Graph) -> Schedule:
     """Return the schedule that keeps everything and uses no options of `graph`."""
     return keep_everything(remove_options(graph))
-
-
-def count_kept_bytes(graph: Graph, schedule: Schedule, pool: str = DEVICE) -> int:
-    """Return the bytes in `pool` between the forward and the backward pass, without static memory."""
-    live = live_after(graph, schedule.steps[: find_boundary(graph, schedule)])
-    return sum(graph.tensors[t].size_bytes for t in live if graph.tensors[t].pool == pool)
 
 
 def find_lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int, *, time_limit_s: float) -> Schedule | None:

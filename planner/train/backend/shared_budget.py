@@ -27,7 +27,7 @@ from graphs.errors import InfeasibleError, LimitError
 from graphs.ir import Graph
 from graphs.optimizers import OPTIMIZERS
 from graphs.options.option import Feature
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, count_kept_bytes
 from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
 from graphs.units import format_bytes
@@ -54,13 +54,7 @@ from planner.settings.option_settings import OptionSettings
 from planner.train.backend.joint_planning import JointPlanning
 from planner.train.backend.model_calls import CALL, get_outside, list_model_tensors
 from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
-from planner.train.backend.rest_of_step import (
-    add_rest,
-    build_keep_everything,
-    count_kept_bytes,
-    find_lean_schedule,
-    map_back_rest,
-)
+from planner.train.backend.rest_of_step import add_rest, build_keep_everything, find_lean_schedule, map_back_rest
 from planner.train.backend.settings import BackendSettings
 from planner.train.backend.shared_channels import SharedChannels, compute_host_room, set_host_bytes
 from planner.train.backend.step_memory import (
@@ -152,11 +146,6 @@ class SharedBudget:
         waiting = next((run for run in self.forward_runs if run.alive), None)
         return Arena(self._slab) if waiting is None else waiting.graph.arena
 
-    @property
-    def traced(self) -> tuple[str, ...]:
-        """The requested options that are found in captured graphs."""
-        return self.settings.traced_options
-
     def create_stages(self) -> Stages:
         """Return the progress stages of a planning, without capture and execution; all are shown in one place."""
         return Stages(*self._views, stages=(Stage.MEASURE, Stage.SOLVE))
@@ -242,7 +231,7 @@ class SharedBudget:
         if more:
             if isinstance(self.budget, Share):
                 room = summarize(captured).keep_everything_peak_bytes
-            graph.lean = find_lean_schedule(captured, graph.tangents, room, time_limit_s=self.limit_s)
+            graph.lean = find_lean_schedule(captured, graph.tangents, room, time_limit_s=self.settings.time_limit_s)
         try:
             if graph.lean is None:
                 memory = CountedMemory.ALLOCATED if self.forward_runs else self.memory
@@ -257,7 +246,7 @@ class SharedBudget:
                 run.graph.lean is None for run in self.forward_runs
             ):  # was assumed to be the last graph; keeps less from now on
                 peak_bytes = summarize(captured).keep_everything_peak_bytes
-                graph.lean = find_lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.limit_s)
+                graph.lean = find_lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.settings.time_limit_s)
                 graph.schedule = graph.lean or build_keep_everything(captured)
                 return
             kept = ", ".join(format_bytes(run.graph.kept_bytes) for run in self.forward_runs)
@@ -268,17 +257,12 @@ class SharedBudget:
 
     def _solve(self, graph: Graph, budget_bytes: int, memory: CountedMemory = CountedMemory.ALLOCATED) -> Schedule:
         """Return a schedule of `graph` within a budget of `memory`; the graph already has the requested options."""
-        settings = replace(self.settings, options=OptionSettings(self.traced), memory=memory)
+        settings = replace(self.settings, options=OptionSettings(self.settings.traced_options), memory=memory)
         return StepSearch(settings).find_first_plan(graph, Bytes(budget_bytes)).schedule
 
     def _compute_room(self, order: Sequence[PlannedGraph], whole: int, *, alone: bool) -> int:
         """Return the part of the budget for which the graphs of a step are planned: all of it if there is only one."""
         return whole if alone else whole - predict_kept_beside_passes([graph.captured.graph for graph in order], self.memory)
-
-    @property
-    def limit_s(self) -> float:
-        """The time limit for each graph, in seconds."""
-        return self.settings.time_limit_s
 
     @property
     def _host_bytes(self) -> int:
@@ -412,7 +396,9 @@ class SharedBudget:
 
     def _build_together(self, runs: Sequence[_ForwardRun], whole: int) -> JointPlanning:
         order, seen = [run.graph for run in runs], [run.seen for run in runs]
-        return JointPlanning(order, seen, whole, self.solve_leaving, host_bytes=self._host_bytes, limit_s=self.limit_s)
+        return JointPlanning(
+            order, seen, whole, self.solve_leaving, host_bytes=self._host_bytes, limit_s=self.settings.time_limit_s
+        )
 
     def _fit_reserved(self, runs: Sequence[_ForwardRun], whole: int) -> None:
         """Plan the graphs of a step for less memory if they reserve more than the budget; warn if no such plans are found."""

@@ -12,13 +12,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphs.ir import Graph
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, count_kept_bytes
 from graphs.simulate import simulate
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.capture.rewrites.sparse_products import list_strided_parts
 from planner.torch_private.core import disable_current_modes
 from planner.train.backend.planned_graph import is_plan
-from planner.train.backend.rest_of_step import count_kept_bytes
 
 if TYPE_CHECKING:
     from planner.train.backend.unplanned_graph import UnplannedGraph

@@ -38,7 +38,6 @@ class Main:
         models: the names, or a function that returns them.
         out: as for ``build_parser``; None: the folder in ``results`` that is named like the module.
         chosen: those that are measured by default; None: all.
-        say: as for ``carry_out``.
         settings: arguments of the command line that ``study.run`` takes by the same names.
     """
 
@@ -75,7 +74,6 @@ def build_parser(description: str | None, row: Any, *, models: Collection[str] =
     """Return the parser of the arguments that all benchmarks share.
 
     Args:
-        description: of the benchmark.
         row: the dataclass of its rows, whose columns ``--help`` explains.
         models: the names to choose from, if there are any.
         out: the folder of its files by default.
@@ -128,7 +126,6 @@ def carry_out(
     """Run the missing cases, and print the pages of all rows. Pages are written after every row, figures at the end.
 
     Args:
-        study: the benchmark.
         arguments: of ``build_parser``.
         cases: by the first parts of the keys of their rows.
         say: returns the text to print for a new row.

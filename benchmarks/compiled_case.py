@@ -82,7 +82,6 @@ class Settings:
     Attributes:
         shares: of the reference's peak, that are budgets.
         fractions: of the Memory Budget API.
-        time_limit_s: for each solve.
         repeats: turns that are timed.
         seed: of random numbers.
     """
@@ -101,8 +100,6 @@ def compare_compiled(
 
     Args:
         workload: real tensors; its model in the mode it is trained in.
-        name: name of the model.
-        settings: the settings of the comparison.
         on_row: told each row as soon as all but its time is known.
     """
     comparison = _Comparison(workload, name, settings, on_row)

@@ -84,7 +84,6 @@ class Run:
     """One way to train a model.
 
     Args:
-        case: the model.
         row: the columns known before.
     """
 

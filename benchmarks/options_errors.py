@@ -95,7 +95,6 @@ class _Step:
     """A captured step with an option, and its results without the option.
 
     Attributes:
-        captured: with the option.
         workload: its model, loss function and batch.
         keeping: the executor that keeps everything, without the option.
         exact: the results of `keeping`.

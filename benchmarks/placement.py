@@ -138,7 +138,6 @@ class Pair:
 
     Attributes:
         main: the step with the times of the main device.
-        second: the other device.
         captured: the capture of the step, to run it; None where the times are modelled.
     """
 

@@ -75,12 +75,9 @@ class Instance:
     """A graph of a suite, built by `make` (in another process: torch stays out of this one), and its solves.
 
     Attributes:
-        suite, graph: names.
         make: builds the graph; can be pickled.
-        budgets: to be solved.
         solvers: each solves each budget, one after the other.
         runs: of each, for the median of their times.
-        time_limit_s: of a solve.
     """
 
     suite: str

@@ -27,7 +27,6 @@ class Recipe:
     Attributes:
         make: called with a device; returns model, loss function and a batch there.
         optimizer: as for ``planner.compile``, a name in OPTIMIZERS.
-        rate: learning rate.
     """
 
     make: Callable[..., Workload]
@@ -48,9 +47,7 @@ class Loop:
     """A training loop: `model` starts at `start`, the random state at `seed`.
 
     Args:
-        model: the trained model.
         step: returns its loss for a batch, ready for ``backward()``.
-        recipe: its training.
         start: state dict of the model.
         seed: of the random state, which is this loop's own: loops that take turns do not share it.
     """

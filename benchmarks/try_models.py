@@ -120,7 +120,6 @@ class Trial:
     Args:
         make: the model with a loss function and a batch; random weights.
         row: the columns that its rows share.
-        ways: some of WAYS.
         repeats: timed steps of each way, in turn.
     """
 

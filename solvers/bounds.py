@@ -20,7 +20,6 @@ class MemoryNeed:
     Attributes:
         op: id of the op.
         total_bytes: sum of the following.
-        static_bytes: static memory of the graph.
         inputs_bytes, outputs_bytes, workspace_bytes: of the op itself, without static inputs and outputs that may overwrite an
             input.
         held_bytes: other tensors produced before it that must be in memory: kept ones, and those that are read later, cannot be

@@ -74,7 +74,6 @@ def narrow_bracket(
 
     Args:
         graph, clock, precision: as in ``bracket_least_budget``.
-        known: the schedule to begin with.
         should_stop: polled; once True, the bracket so far is returned.
     """
     should_stop = should_stop or (lambda: False)

@@ -20,7 +20,6 @@ class GraphWithPassEnds:
     """A graph, and the same graph with pass ends.
 
     Attributes:
-        source: the graph without them.
         graph: the graph with them; the source if no kept tensor may be a copy, or it already has them.
         original: for each op of `graph` its id in `source`, None for pass ends.
     """

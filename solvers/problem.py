@@ -23,7 +23,6 @@ class Problem:
     Ops are numbered by their positions in `places`: in program order, with optional ops in between.
 
     Attributes:
-        whole: the original graph.
         graph: the graph without transfers to the host; ops and tensors have the same ids.
         round_trips: these transfers, of each tensor that may be offloaded and reloaded.
         host_bytes: capacity of the host's pool, None if all of them fit together.

@@ -12,7 +12,6 @@ class Streams:
     """The ops and tensors of a graph by id, with its streams and pools by position. The main device's pool is 0.
 
     Attributes:
-        names: of the streams.
         owner: for each pool the stream that owns it.
         computes: for each pool, True if it is the memory of a device that runs ops; the host's is not.
         limits_bytes, static_bytes: capacity (infinite without a limit) and static memory of each pool.

@@ -92,9 +92,6 @@ class Segment:
 
     Attributes:
         number: unique among the segments of an allocator, in the order of their addresses.
-        size_bytes: reserved bytes.
-        stream: stream of its blocks.
-        pool: its pool.
         small: True if it holds blocks of up to 1 MiB.
         expandable: True if pages are reserved and released one by one.
     """
@@ -112,7 +109,6 @@ class Block:
     """A part of a segment: in use, free, or not mapped.
 
     Attributes:
-        segment, offset: its position.
         size_bytes: rounded size, which counts as allocated.
         requested_bytes: requested size; 0 while it is free.
         in_use: True if it was handed out.
@@ -186,7 +182,6 @@ class CachingAllocator:
         """Initialize for a device of `capacity_bytes`; None for no limit.
 
         Args:
-            rules: settings.
             released: called with each segment that is returned to the driver.
             numbers: of the segments as they are reserved, in the order of their addresses; by default each is above the last.
         """

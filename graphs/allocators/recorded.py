@@ -33,7 +33,6 @@ class AllocatorAction:
     """A recorded action of the allocator.
 
     Attributes:
-        kind: kind of the action.
         address: address of the block, segment or pages.
         size_bytes: requested size of a block; size of a segment or of pages.
         stream: number of the stream.
@@ -60,7 +59,6 @@ class Agreement:
     """The result of comparing a recording of the allocator with its model.
 
     Attributes:
-        requests: number of requests.
         same_place: number of requests whose block is in the same segment at the same offset in both.
         reserved_bytes: peak of the reserved bytes in the recording.
         modelled_bytes: peak of the reserved bytes in the model.

@@ -81,7 +81,6 @@ class Steering:
     """Actions around the ops of a step, with which its requests get their addresses.
 
     Attributes:
-        slab_bytes: size of the slab.
         holes: the holes of the buffers, by index, except those that are `missed`.
         pool_bytes: all that the pool reserves: the slab, small segments, and segments of requests that found no hole.
         before: actions before steps of the schedule. What is held at the end of the last is to be released.
@@ -126,7 +125,6 @@ class _ModelledStep:
     """A step on the model of the allocator.
 
     Attributes:
-        slab: its segment.
         blocks: of the buffers in use.
         numbers: number of each hold that was not released; `held`: how many there were.
         actions: since they were taken last.

@@ -93,7 +93,6 @@ def combine_passes(
     Args:
         parts: the graphs in the order of their forward passes, each with a schedule that is valid on it.
         static: bytes of each tensor that is in memory before the first step; the static memory of the graphs is not looked at.
-        library_bytes: as in ``training_of``.
     """
     moments = max(count_moments(graph) for graph, _ in parts)
     forward = [find_boundary(graph, schedule) for graph, schedule in parts]
@@ -136,7 +135,6 @@ class Usage:
 
     Attributes:
         allocated_bytes: peak of the bytes in use, rounded to blocks.
-        reserved_bytes: peak of the reserved bytes.
         by_step: for each step of training, the bytes reserved after each of ``Training.events``.
         places: the position of each buffer in the last step.
         retries: number of times that all unused memory was returned to the driver because the device was full.

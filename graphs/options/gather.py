@@ -60,7 +60,6 @@ class Sum:
     Attributes:
         name: unique among the tensors of a graph.
         gradients: the tensors that the gradient of this batch is read from.
-        size_bytes: of the sum.
         addition: cost of adding the gradient to it.
     """
 
@@ -77,7 +76,6 @@ class Unit:
     Attributes:
         name: unique among the units of a graph.
         shards: the parameters that the step reads, at least one.
-        gather: its cost.
         gradients: the tensors that their gradients are read from; empty if none is trained.
         reduced_bytes: bytes of the shards of the gradients.
         reduction: its cost; None if no gradients are reduced in this step.

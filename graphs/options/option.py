@@ -49,7 +49,6 @@ class Argument:
 
     Attributes:
         least, most, usual: range of the number, and the one to begin with.
-        unit: unit of the number.
         question: the question to users that it answers.
         limited: returns a graph that offers the option, with the number as its limit.
     """

@@ -36,9 +36,7 @@ class Placement:
     """The alternatives that ``PLACEMENT`` has added to a graph. Devices are positions in `pools`, the main one 0.
 
     Attributes:
-        whole: the graph.
         program: the graph without them, with the same ids.
-        pools: the pools of the devices.
         runs: by device and op of the program, the op that executes it there; None if it cannot run.
         places: by device and tensor of `program`, its copy there; None if there is none.
         copies: by (from, to, tensor of `program`), the transfer.

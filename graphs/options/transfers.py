@@ -62,7 +62,6 @@ class OptionBuilder:
     """A builder that adds pools, tensors and optional ops to a graph.
 
     Attributes:
-        source: the graph.
         pools: its pools, and the added ones.
     """
 

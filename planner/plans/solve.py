@@ -158,7 +158,6 @@ def solve_graph(
     Args:
         graph, budget, settings: what is solved, and how.
         on_progress: called as the solve advances.
-        on_plan: as in ``solve``.
         should_stop: polled; once it returns True, the solve ends as soon as it has a schedule within the budget.
         must_stop: polled; once it returns True, the solve ends with what it has, if anything.
         start: what is known from a solve at other costs.
@@ -226,8 +225,6 @@ class _Plans:
 
     Attributes:
         graph: with the options that were asked for.
-        settings: of each solve.
-        summary: of the graph, for plans.
         memory: kind of memory that the user's budget counts.
         arena: as in ``solve_counted``.
         eager_reserved_bytes: bytes that plain eager PyTorch reserves; None on the CPU.

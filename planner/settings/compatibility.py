@@ -20,8 +20,6 @@ class Incompatibility:
 
     Attributes:
         one: name of a graph option, or a feature.
-        other: a feature.
-        reason: the reason, and advice.
     """
 
     one: str

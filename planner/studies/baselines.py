@@ -125,7 +125,6 @@ def build_sac(rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0,
     Args:
         rule: the saved ops, as in ``solvers.baselines.sac``; for the rule ``sac`` all kinds there. Every second op is counted per
             block, as in torchtitan.
-        save_list: a save list instead.
     """
     saves = save_list or LISTS[rule]
     name = f"{rule}{f' {saves.name}' if save_list else ''}{_format_level(level, depth)}"

@@ -63,8 +63,6 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
         device: its name, for people.
         options: options to try, each alone; None for ``list_options_to_try``.
         memory, link, host_budget: as in ``planner.solve``.
-        time_limit_s: total time limit.
-        on_activity: called with each activity.
         should_stop: polled; once True, the results so far are returned.
 
     Raises:

@@ -67,7 +67,6 @@ class SolveRow:
     """Solver of tasks, as a job for ``planner.studies.jobs``.
 
     Attributes:
-        graph: the graph to solve.
         settings: name of the model, settings of each solve, and seed of the weights and the batch.
         memory: kind of memory that budgets count.
         base_peak_bytes: peak of the step without recomputation.

@@ -86,7 +86,6 @@ def compare_measured(  # noqa: PLR0913  # what is compared, where it is kept, wh
         folder: created if missing; rows in its CSV are not made again.
         settings: settings of all solves and measurements.
         channels: channels for transfers of schedules and `stock`; they count the host memory.
-        on_activity: called with each activity.
         should_stop: polled; once True, nothing is started, and unfinished rows are dropped.
 
     Returns:

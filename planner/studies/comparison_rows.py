@@ -125,8 +125,6 @@ def open_rows(
     """Return the rows in ``rows.csv`` of `folder`, all of one graph and one profile.
 
     Args:
-        folder: folder of the CSV.
-        graph: the graph of the rows.
         recorded: settings of its options, and of what budgets count, which are among the settings of every row.
         order: sort key of rows; None: in the order of addition.
 

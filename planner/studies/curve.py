@@ -168,7 +168,6 @@ def solve_curve(
     does a proof that nothing fits; a budget that is settled by the others is not solved.
 
     Args:
-        graph: the graph to plan.
         budgets: number of budgets, evenly spaced from the least feasible one to the bytes of plain eager PyTorch; or the budgets
             themselves, in bytes or as text (``8GB``, ``60%`` of the latter).
         settings: settings of all solves. Every budget is solved for a short time first, and those with a gap again for longer,
@@ -176,7 +175,6 @@ def solve_curve(
         solver: a name in ``solvers.registry``.
         reorder: True: in the best order of the ops that is found; False: in program order; None: with the solver ``windows`` in
             the best order if its peak is lower. All budgets are solved in the same order.
-        on_activity: called with each activity.
         should_stop: polled; once True, the results so far are returned.
 
     Raises:

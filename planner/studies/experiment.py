@@ -53,7 +53,6 @@ class Study(Generic[Case, Row]):
         """Run the cases missing in `kept`; yield rows once they are stored.
 
         Args:
-            kept: rows of this study.
             cases: cases by the prefixes of their rows' keys.
             jobs: number of parallel cases: one runs in this process, several run in other processes.
             cluster: address of a Dask scheduler, whose workers run the cases; None: they run here.

@@ -40,7 +40,6 @@ class Point:
         budget_bytes: the budget, static memory included.
         status: as in ``solvers.result.Status``.
         schedule: the fastest schedule known to fit, found at any budget.
-        peak_bytes, time_s: peak and time of the schedule.
         bound_s: lower bound on the time within the budget, for the class of schedules that the solver searches.
         reserved_bytes: bytes that PyTorch's allocator reserves on CUDA for training by the schedule, as the budget counts it.
         seconds: duration of the solve at this budget; None if results at other budgets sufficed, or none was started.
@@ -216,11 +215,8 @@ class Turns:
 
     Attributes:
         known: results on the graph.
-        budgets: all of them.
         clock: limit of all turns.
-        time_limit_s: limit of one turn.
         jobs: number of parallel turns.
-        on_activity: called with each activity.
         waiting: the budgets of the present round that have had no turn in it.
         seconds: time for which each budget was solved.
     """

@@ -34,9 +34,7 @@ def run(
     After a stop, running tasks end with what they have.
 
     Args:
-        job: the work on each task.
         take: returns the next task; None if there is none left.
-        should_stop: polled.
         jobs: number of parallel tasks: one runs in this process, several run in other processes.
         cluster: address of the scheduler of a Dask cluster that runs them instead, one per thread.
 

@@ -46,8 +46,6 @@ def find_max_batch(
 
     Args:
         graph_of: returns the graph of a size in units. MemoryError: it cannot be measured at this size, and is extrapolated.
-        wanted: the request.
-        on_activity: called with each activity.
         should_stop: polled; once True, the largest sizes so far are returned.
 
     Raises:

@@ -36,7 +36,6 @@ class Measured:
     """The measurements of one method except its time; values are None if the method failed.
 
     Attributes:
-        method: its name.
         peak_bytes: peak of tensors and workspaces (CUDA: allocated, plus the pools of CUDA graphs), static memory included.
         reserved_bytes: reserved bytes of the CUDA allocator; None on the CPU.
         host_bytes: peak of offloaded tensors on the host; None without offloading.

@@ -47,7 +47,6 @@ def iterate_results(
         function: imported there by its name.
         arguments: its arguments, picklable like its results.
         variables: environment variables that differ from this process's.
-        limit_s: time limit.
 
     Raises:
         ProcessError: it failed; earlier results have been yielded.

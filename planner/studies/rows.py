@@ -108,7 +108,6 @@ class KeptRows(Generic[Row]):
 
     Args:
         path: path of the CSV, which may be missing.
-        kind: the dataclass of its rows.
         order: sort key of rows; None: in the order of addition.
 
     Raises:

@@ -16,7 +16,6 @@ class StudySettings:
         tolerance: on gaps, relative to the whole step.
         time_limit_s: seconds for each solve.
         total_time_limit_s: seconds for all of them.
-        options: options of the graph.
         memory: kind of memory that budgets count; None: on CUDA what PyTorch's allocator reserves, on the CPU the bytes of
             tensors.
         jobs: processes that solve at the same time. With more than one, the main module is imported in each: a script needs

@@ -32,7 +32,6 @@ class Column:
     """A column of a table.
 
     Attributes:
-        title: title in the header.
         value: name of an attribute of a line's item, or a function of it; None: the attribute named like the title.
         form: format of a value: a function, or a string such as ``{:.2f}``; None: by the unit at the end of its name.
         missing: text for None.

@@ -28,7 +28,6 @@ class Workers(Generic[Task, Done]):
     """An executor for the tasks of a job.
 
     Attributes:
-        submit: starts a task.
         count: number of parallel tasks.
         stop: tells running tasks to end with their results so far.
         check: raises ``PlannerError`` if running tasks will not end.

@@ -17,7 +17,6 @@ class SizedModel:
         model: the model; the search begins at its size, if given.
         option: name of the size option.
         tracing: settings to build and trace the model.
-        unit: sizes are multiples of it.
         way_out: advice for models without such an option.
 
     Attributes:

@@ -61,7 +61,6 @@ class _State:
     Buffers with the same lifetime and alignment form a *kind* and share their lowest offset. Offsets and sizes are in units.
 
     Attributes:
-        floor: for each section, its floor.
         latest: for each section, the highest floor at which the unplaced buffers still fit below the capacity.
         resting: for each section, the number of distinct unplaced buffers that can lie on its floor.
         low: for each kind, the lowest feasible offset.

@@ -71,7 +71,6 @@ def solve(
         capacity_bytes: of the arena. None for the smallest.
         time_limit_s: seconds after which the best that was found is returned.
         work_limit: as many units of about a second each in place of it: the same answer on every machine.
-        seed: of what is drawn.
 
     Raises:
         AddressError: two buffers have the same id.

@@ -49,7 +49,6 @@ class Needs:
     Attributes:
         inside: buffers in the arena.
         outside_bytes: peak of the bytes in use outside the arena, without static memory.
-        static_bytes: static memory.
         budget_bytes: budget for arena, memory outside it and static memory together.
     """
 

@@ -45,7 +45,6 @@ def solve_in_arena(solve: Solve, request: Request, rules: ArenaRules) -> Result:
     Args:
         solve: a solver, which counts the bytes in use.
         request: the budget is that of the whole step.
-        rules: the rules by which buffers are in the arena.
     """
     margins = MarginSearch(_CLOSE * request.budget_bytes, _SOLVES, _BETTER)
     return _Joint(solve, request, rules, margins).run()

@@ -44,7 +44,6 @@ class SaveList:
     """A list of ops whose outputs are saved.
 
     Attributes:
-        name: of the list.
         ops: names, or targets, of ops.
         halved: sets of them, of each of which the first, the third and so on are saved.
     """

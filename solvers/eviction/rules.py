@@ -22,7 +22,6 @@ class EvictionRule:
     in the program, also by way of evicted tensors that are computed from it.
 
     Attributes:
-        cost, size, distance: the exponents.
         gradients_stay: True to evict last the tensors that could not be recomputed beside all gradients alive at their next use.
         guided: factor to the rank of tensors that a guide hands over; its inverse for the others.
         rounds: most executions of an op before the next new op; more are a loop.

@@ -54,7 +54,6 @@ class Ledger(Storages):
         """Return the id of a new storage, which is in memory; `touch` it once its op has run.
 
         Args:
-            size_bytes: its size.
             origin: the number in the program of the op that computes it, and its place among the outputs: by it ``dtr-random``
                 evicts the same storages whoever drives the ledger. None for storages that are never evicted, or if that does not
                 matter.

@@ -28,7 +28,6 @@ class Reordering:
     """A graph with its ops in another order.
 
     Attributes:
-        source: the original graph.
         graph: the same ops and tensors; tensors keep their ids, ops are numbered by the new order.
         original: for each op of `graph` its id in `source`.
     """

@@ -30,7 +30,6 @@ def sift_ops(
         graph: its program order is the start.
         before: for each op the ops that must come before it.
         after: for each op the ops that must come after it.
-        should_stop: polled.
     """
     sift = _Sift(graph, before, after)
     for turn in range(_PASSES):
@@ -107,7 +106,6 @@ class _Sift:
         """Return the largest gain from moving `op` past positions, and its new position.
 
         Args:
-            op: the op at `here`.
             passed: the positions that it can pass, the nearest first.
         """
         step = 1 if passed[0] > here else -1

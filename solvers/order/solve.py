@@ -33,7 +33,6 @@ class SolvedOrder:
 
     Attributes:
         result: its schedule is one of the original graph.
-        order: the order of the solve.
     """
 
     result: Result

@@ -43,7 +43,6 @@ class PartTask:
     """The task of a process.
 
     Attributes:
-        graph, budget_bytes, tolerance, params: of the request.
         limit: seconds.
         run: the search, a function of a module, which is pickled by name.
         nice: steps of lower priority, each a fourth less of a core.
@@ -65,7 +64,6 @@ class SearchEnd:
     """The last message of a process.
 
     Attributes:
-        largest: as in ``Models``.
         failure: description of an internal error; "" if there was none.
         died: True if the process ended before its search.
     """

@@ -151,7 +151,6 @@ class OwnProcess:
     """The process of one of several parts, with a clock of seconds.
 
     Attributes:
-        place: as in ``turn_of``.
         of: number of parts, which together may use as much memory as the whole.
         nice, starts_others: as in ``PartTask``.
     """
@@ -168,7 +167,6 @@ class Part:
     Attributes:
         alone: True if no smaller parts are searched for it.
         best: its best schedule so far.
-        thread: of its search.
     """
 
     thread: BackgroundThread
@@ -186,7 +184,6 @@ class Part:
 
         Args:
             receive: called with each better schedule of the part.
-            process: its process; None if it is a thread.
         """
         self.whole = whole
         self.graph = graph

@@ -51,7 +51,6 @@ class Search:
 
     Attributes:
         may_start_processes: False in a process that was started for the search.
-        recent: the latest trials.
     """
 
     request: Request

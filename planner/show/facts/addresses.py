@@ -38,7 +38,6 @@ class StepAddresses:
     """The addresses of a step.
 
     Attributes:
-        stays: the buffers of the step.
         total_bytes: size of the whole range.
         borders: begin of each segment, which lie one above the other; empty for an arena.
         by_step: bytes reserved after each step of the schedule; empty for an arena, which takes `total_bytes` throughout.

@@ -19,7 +19,6 @@ class Baseline:
     """A step by the plan, or by another schedule, as the judge and the model of PyTorch's allocator predict it.
 
     Attributes:
-        name: name for display.
         peak_bytes, time_s: as the judge predicts them.
         reserved_bytes: bytes that PyTorch's allocator reserves on CUDA, as the budget of the plan counts it; None on the CPU.
         counted_bytes: peak or reserved bytes, whichever the budget of the plan counts.

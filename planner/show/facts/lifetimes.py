@@ -16,7 +16,6 @@ class Life:
     """A tensor in memory, from an execution that makes it until it is freed.
 
     Attributes:
-        tensor: the tensor.
         producer: the op whose execution produced it.
         born, dies: the first moment with it, and the first without it.
         last_reader: the op that reads it last in this life; None if none does.

@@ -14,8 +14,6 @@ class StepFacts:
     """The facts of a step that follows a plan.
 
     Attributes:
-        timeline: its executions.
-        lives: its tensors.
         baselines: the same step by other schedules.
         reserved: addresses where PyTorch's caching allocator puts tensors; None on the CPU.
         planned: addresses in one arena, by a short search; None if the step runs in an arena, whose addresses are `reserved`.

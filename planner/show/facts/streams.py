@@ -15,7 +15,6 @@ class Stream:
     """A stream, and its executions.
 
     Attributes:
-        executions: its executions, in order.
         busy_s: total seconds of its executions.
         made_bytes: bytes of their outputs, or of the copied tensors.
     """
@@ -53,7 +52,6 @@ class Offload:
 
     Attributes:
         copy: the tensor in the other pool.
-        out: the execution that offloads it.
         back: the executions that reload it, in order.
     """
 

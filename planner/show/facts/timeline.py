@@ -24,7 +24,6 @@ class Execution:
     """One execution of an op.
 
     Attributes:
-        op: the op.
         step: index in the schedule.
         start_s, end_s: seconds since the step began.
         memory_bytes: bytes in use on the device during it, static memory included.
@@ -62,7 +61,6 @@ class ModuleCost:
     """The recomputations of one block.
 
     Attributes:
-        module: the block.
         ops, time_s: number of recomputed ops, and their total seconds.
         saved_bytes: of the tensors that they recompute, the size of those that are in memory at the peak of keeping everything,
             and not when the plan executes the op of that peak.

@@ -60,7 +60,6 @@ class Key:
 
     Attributes:
         color: CSS colour.
-        text: its meaning.
         group: index of its group of modules; None for other marks.
         kind: ``area``, ``line`` (dashed) or ``dots``.
     """

@@ -18,7 +18,6 @@ class Bar:
     """A bar on a lane.
 
     Attributes:
-        lane: name of the lane.
         start_s, end_s: seconds since the step began.
         title, said: the op, and its facts.
         purpose: the op that it serves; "" if there is none.

@@ -28,7 +28,6 @@ class PlanComparison:
 
     Attributes:
         rows: the plan's first.
-        budget_bytes: of the plan.
     """
 
     rows: tuple[Baseline, ...]

@@ -23,7 +23,6 @@ class Offer:
     """A graph with transfers to the host.
 
     Attributes:
-        whole: the graph with them.
         program: the graph without them, with the same ids.
         by_tensor: the transfers of each tensor.
         host_bytes: capacity of the host's pool, None if all tensors fit together.
@@ -109,7 +108,6 @@ class Moves:
 
     Attributes:
         sent: (tensor, position): offloaded after that execution.
-        fetches: the reloads.
         held: (tensor, position): stays on the device until that execution is done.
     """
 
@@ -160,7 +158,6 @@ class Layers:
         of_op: by op of the forward pass its layer, for those in one.
         inside: by tensor that only its own layer reads in the forward pass, that layer.
         last_op: by layer its last op in the forward pass.
-        last: the last layer.
         begin_backward: position of the first execution after the forward pass.
         first_backward: by layer the first position at which one of its ops is recomputed, or a tensor inside it is read.
     """

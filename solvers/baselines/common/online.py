@@ -82,7 +82,6 @@ class OnlineRun:
         """Prepare a run.
 
         Args:
-            graph: the graph.
             budget_bytes: including static memory.
             heuristic: chooses the evicted tensors.
             deallocation: treatment of a tensor after its last use in the program.

@@ -67,7 +67,6 @@ def recompute_groups(
     are recomputed once, before the ops after the forward pass that read them, as far as needed.
 
     Args:
-        graph: the graph.
         groups: for each op its group; None: its outputs stay.
         saved: tensors that stay.
         at_once: True to recompute all tensors of a group with the first one that is needed; otherwise each when it is needed

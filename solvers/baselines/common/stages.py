@@ -65,7 +65,6 @@ class ForwardStages:
     """A graph's forward pass in stages, which end with the ops `ends`.
 
     Attributes:
-        ops: forward ops of each stage.
         crossing: tensors that cross the cut after each stage; the last is empty.
         absent: tensors that may be freed and recomputed.
     """

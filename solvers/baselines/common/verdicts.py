@@ -67,7 +67,6 @@ def answer(
     A policy proves nothing: its bound is the step without recomputation, or None if it fails.
 
     Args:
-        request: the request.
         solver: name in the registry.
         trials: consumed lazily.
         what: subject of the message about the budget: "keeping everything".

@@ -30,7 +30,6 @@ class Order:
     Attributes:
         first: for each execution, True if it is the one in the op's place.
         reloads: (tensor, position), where a tensor is reloaded before that execution reads it.
-        instead: as in ``Solution``.
     """
 
     computed: tuple[int, ...]
@@ -184,9 +183,6 @@ def order_of(
     discretization: Discretization | None = None,
 ) -> Order:
     """Return `computed` with the windows of `discretization` (None: one window); first executions are in program order.
-
-    Args:
-        reloads, instead: as in ``Order``.
     """
     windows: list[int] = []
     first: list[bool] = []

@@ -23,7 +23,6 @@ class PlainGraph:
     """A graph without optional ops other than transfers to the host.
 
     Attributes:
-        graph: that graph.
         ops: for each op of its program, the op of the problem.
         order: the original executions, as its ops.
         copies_of: for each tensor of the problem, the tensors of the graph that represent it.

@@ -58,13 +58,11 @@ class PlannedTransfer:
     """A transfer of an order.
 
     Attributes:
-        carried: the transfer.
         sources: what it reads, without static tensors.
         place: position before which it is issued at the latest.
         index: its position in the order with transfers, -1 for one that was added.
         follows: the transfers that produce the previous stays of its targets, if any do.
         due_s: the time by which it must arrive, if other transfers take no time.
-        targets: the stays that it produces.
         begin: position from which it is issued (queued, if it is `early`).
         early: True if a source is freed before its target is read.
         urgent: True if the memory of a source is needed before its target is read.

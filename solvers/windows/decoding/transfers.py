@@ -56,7 +56,6 @@ class TransferRun:
 
     Attributes:
         moved: for each item, its position in the order.
-        reloads: the requested reloads.
         refused: copies that the host has no space for, and that take none. The run ends when there are `most_refused`.
         memory_bytes: for each item the memory of the main device during it, including static memory.
         waits_s: for each item the time that its stream waits before it; 0 for transfers.
@@ -146,7 +145,6 @@ class TransferRun:
 
         Args:
             op: the next execution.
-            start_s: its earliest start.
         """
         streams, d = self.streams, self.streams.home[transfer.op]
         lingering, now_s, need = self.lingering[d], self.clock_s[streams.owner[d]], streams.need_bytes[transfer.op]

@@ -11,7 +11,6 @@ class Paths:
     Tensors are those of the program, wherever their copies are.
 
     Attributes:
-        program: its ops.
         producer: for tensors whose producers are one op of the program, its alternatives and transfers, that op.
         copied: by tensor and device, the least time of a transfer of it to there.
     """

@@ -51,7 +51,6 @@ class Commitment:
     """A plain graph, and the results of its solves.
 
     Attributes:
-        plain: the graph.
         instead: ops that replace others in it.
         best: its best schedule so far.
         reloads: those of the order that it comes from.
@@ -188,9 +187,6 @@ class Commitments:
 
     def add(self, order: Order, promise_s: float = inf) -> None:
         """Commit to the plain graph of `order`, unless it is known.
-
-        Args:
-            promise_s: as in ``Commitment``.
         """
         plain = build_plain_graph(self.search.problem, order.computed)
         reloads = frozenset((here, place) for t, place in order.reloads if (here := plain.find_only(t)) is not None)

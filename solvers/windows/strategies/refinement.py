@@ -50,10 +50,7 @@ def solve_for_schedules(
 
     Args:
         search: its clock counts.
-        program: the program.
-        limit: of the clock.
         gap: at which it ends, as a share of the whole step.
-        start: values to start from.
         on_incumbent: as in ``solvers.highs.program.SolveCallbacks``.
     """
     stopping = search.stopping
@@ -182,7 +179,6 @@ class _Solving:
     """The solution of one model.
 
     Attributes:
-        search, model: the search, and the model.
         prove, should_stop: as in ``solve_relaxation``.
         latest: the discretization of the last solution, refined, and its trial.
     """

@@ -257,11 +257,7 @@ def _format_loss_after(end: int, curve: SideBySide[CurveRow]) -> str:
 
 
 def plot(rows: Sequence[CurveRow], path: Path) -> None:
-    """Draw the smoothed losses of each model, exact and in each number of bits.
-
-    Raises:
-        PlannerError: matplotlib is not installed.
-    """
+    """Draw the smoothed losses of each model, exact and in each number of bits."""
     figure = create_figure()
     models = group_by(rows, "model")
     for (model, own_rows), axes in zip(models.items(), figure.subplots(1, len(models), squeeze=False)[0], strict=True):

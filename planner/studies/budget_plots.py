@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 def plot_curve(curve: "Curve") -> "Figure":
-    """Return the figure of overhead against budget; the area below the bound is shaded.
-
-    Raises:
-        PlannerError: matplotlib is not installed.
-    """
+    """Return the figure of overhead against budget; the area below the bound is shaded."""
     figure = create_figure()
     axes = figure.add_subplot()
     parts = (curve,) if curve.without is None else (curve.without, curve)
@@ -45,11 +41,7 @@ def plot_curve(curve: "Curve") -> "Figure":
 
 
 def plot_advice(advice: "Advice") -> "Figure":
-    """Return the figure of overhead against budget: recomputation alone as a line, each option as a point.
-
-    Raises:
-        PlannerError: matplotlib is not installed.
-    """
+    """Return the figure of overhead against budget: recomputation alone as a line, each option as a point."""
     figure = create_figure()
     axes = figure.add_subplot()
     scale, unit = choose_size_unit(advice.eager_bytes)

@@ -34,11 +34,7 @@ Point: TypeAlias = tuple[float, float]
 
 
 def plot_overhead(rows: Sequence[ComparisonRow], path: Path) -> None:
-    """Plot step time against simulated memory, as budgets count it: a line for each method, and the bound as a shaded area.
-
-    Raises:
-        PlannerError: matplotlib is not installed.
-    """
+    """Plot step time against simulated memory, as budgets count it: a line for each method, and the bound as a shaded area."""
     judged = select_simulated(rows)
     with draw_figure(path, rows[0].model) as axes:
         scale = _label_memory_axis(axes.xaxis.set_label_text, judged)
@@ -54,11 +50,7 @@ def plot_overhead(rows: Sequence[ComparisonRow], path: Path) -> None:
 
 
 def plot_measured(rows: Sequence[ComparisonRow], path: Path) -> None:
-    """Plot measured step time against measured peak; a cross marks wrong gradients.
-
-    Raises:
-        PlannerError: matplotlib is not installed.
-    """
+    """Plot measured step time against measured peak; a cross marks wrong gradients."""
     with draw_figure(path, rows[0].model) as axes:
         scale = _label_memory_axis(axes.xaxis.set_label_text, rows)
         _draw(axes, rows, _get_measured_point, scale, linewidth=0)
@@ -71,11 +63,7 @@ def plot_measured(rows: Sequence[ComparisonRow], path: Path) -> None:
 
 
 def plot_memory(rows: Sequence[ComparisonRow], path: Path) -> None:
-    """Plot the memory of each method at each budget, as budgets count it, with the budget as a line; rings are measured peaks.
-
-    Raises:
-        PlannerError: matplotlib is not installed.
-    """
+    """Plot the memory of each method at each budget, as budgets count it, with the budget as a line; rings are measured peaks."""
     judged = select_simulated(rows)
     with draw_figure(path, rows[0].model, columns=4) as axes:
         scale = _label_memory_axis(axes.yaxis.set_label_text, judged)

@@ -51,9 +51,6 @@ def write_report(rows: Sequence[ComparisonRow], folder: Path, *, figures: bool =
 
     Args:
         figures: False to write the table only.
-
-    Raises:
-        PlannerError: matplotlib is not installed.
     """
     written = [folder / "table.md"]
     write_text(written[0], format_tables(rows))

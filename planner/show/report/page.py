@@ -64,11 +64,7 @@ def write_pages(
 
 
 def render_page(facts: StepFacts, curve: Sequence["CurveRow"] = ()) -> str:
-    """Return the whole page of a step, with the trade-off `curve` if there is one.
-
-    Raises:
-        PlannerError: Bokeh is not installed.
-    """
+    """Return the whole page of a step, with the trade-off `curve` if there is one."""
     timeline = facts.timeline
     plan, graph, held = timeline.plan, timeline.graph, timeline.held
     drawn = draw_charts(facts, curve)

@@ -15,9 +15,6 @@ def plot_memory(reports: "Sequence[RunReport]", path: Path, *, title: str) -> No
     """Plot measured memory over one step, a line for each report, with the budgets as dashed lines.
 
     Step times differ between reports, so the axis is the fraction of the step.
-
-    Raises:
-        PlannerError: matplotlib is not installed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with draw_figure(path, title) as axes:

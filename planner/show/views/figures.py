@@ -118,12 +118,7 @@ def _reduce_colors(png: io.BytesIO) -> bytes:
 
 @contextmanager
 def draw_figure(path: Path, title: str, *, columns: int = 3) -> Iterator["Axes"]:
-    """Yield the axes of a new figure, which is written to `path` with its title and a legend of so many columns.
-
-    Raises:
-        PlannerError: matplotlib is not installed.
-        OutputError: the file cannot be written.
-    """
+    """Yield the axes of a new figure, which is written to `path` with its title and a legend of so many columns."""
     figure = create_figure()
     axes = figure.add_subplot()
     yield axes

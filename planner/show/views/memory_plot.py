@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def plot_plan(timeline: Timeline, others: Sequence[Baseline]) -> "Figure":
-    """Return the figure: memory in use and static memory as areas, the baselines `others` as lines, the budget dashed.
-
-    Raises:
-        PlannerError: matplotlib is not installed.
-    """
+    """Return the figure: memory in use and static memory as areas, the baselines `others` as lines, the budget dashed."""
     plan, graph = timeline.plan, timeline.graph
     largest = max(plan.peak_bytes, *(one.peak_bytes for one in others))
     size, unit = choose_size_unit(largest)

@@ -9,6 +9,7 @@ from graphs.checks import check_plain
 from graphs.errors import PlannerError, UsageError
 from graphs.ir import Graph
 from graphs.options.offload import remove_offload
+from solvers.baselines.common.program_size import ProgramSize
 from solvers.request import Request
 from solvers.result import Result
 
@@ -24,10 +25,8 @@ class Entry:
     Flags state the graphs that it accepts: with `transfers`, those with transfers to the host; with `alternatives`, those with
     optional ops of the program's device; with `devices`, those with other devices. Others accept plain graphs only. With
     `only_transfers` it requires transfers to the host; with `only_devices` it requires other devices and accepts no other
-    options. With `large_programs` it solves integer or linear programs of the whole graph, and may take its whole time limit.
-
-    `program_time` names a function ``module:function`` of graph and budget: about the least seconds in which its program can have
-    a solution; "" if it is not known.
+    options. With `large_programs` it solves integer or linear programs of the whole graph, and may take its whole time limit; its
+    module has a function ``measure_program`` of graph and budget.
     """
 
     module: str
@@ -40,10 +39,6 @@ class Entry:
     devices: bool = False
     only_devices: bool = False
     large_programs: bool = False
-    program_time: str = ""
-
-
-_CHECKMATE_TIME = "solvers.baselines.checkmate:estimate_program_time_s"
 
 
 def _make_baseline(module: str, description: str, rule: str = "", *, params: str = "") -> Entry:
@@ -61,8 +56,7 @@ def _make_offloading(module: str, description: str) -> Entry:
 
 def _make_xengine(description: str, rule: str = "") -> Entry:
     baseline = _make_baseline("xengine", description, rule, params="XEngineParams")
-    time = f"solvers.baselines.xengine:estimate_{'overlapped_' if rule else ''}program_time_s"
-    return replace(baseline, devices=True, only_devices=True, large_programs=True, program_time=time)
+    return replace(baseline, devices=True, only_devices=True, large_programs=True)
 
 
 SOLVERS: dict[str, Entry] = {
@@ -82,12 +76,10 @@ SOLVERS: dict[str, Entry] = {
             params="CheckmateParams",
         ),
         large_programs=True,
-        program_time=_CHECKMATE_TIME,
     ),
     "rounding": replace(
         _make_baseline("rounding", "Checkmate's linear relaxation, rounded in two phases (PuLP)", params="RoundingParams"),
         large_programs=True,
-        program_time=_CHECKMATE_TIME,
     ),
     "checkpoint-blocks": _make_baseline(
         "checkpoint_blocks", "recompute the forward of each block before its backward, for the blocks that fit best"
@@ -145,13 +137,11 @@ SOLVERS: dict[str, Entry] = {
     "poet": replace(
         _make_offloading("poet", "POET's program: recompute or page, transfers take no time; small graphs (MILP, HiGHS)"),
         large_programs=True,
-        program_time="solvers.baselines.poet:estimate_program_time_s",
     ),
     "monet": replace(
         _make_baseline("monet", "MONeT's program: recompute the forward pass, choose kernels; small graphs (HiGHS)"),
         alternatives=True,
         large_programs=True,
-        program_time="solvers.baselines.monet:estimate_program_time_s",
     ),
     "xengine": _make_xengine("XEngine's program for several devices: least sum of times; small graphs (HiGHS)"),
     "xengine-overlapped": _make_xengine(
@@ -162,11 +152,11 @@ SOLVERS: dict[str, Entry] = {
 
 def estimate_program_time_s(name: str, graph: Graph, budget_bytes: int) -> float:
     """Return about the least seconds in which the program of the solver `name` can have a solution; 0 if that is not known."""
-    if not (where := check_solver(name).program_time):
+    entry = check_solver(name)
+    if not entry.large_programs:
         return 0.0
-    module, function = where.split(":")
-    time_s: float = getattr(import_module(module), function)(graph, budget_bytes)
-    return time_s
+    size: ProgramSize | None = import_module(entry.module).measure_program(graph, budget_bytes, **entry.arguments)
+    return 0.0 if size is None else size.needed_s
 
 
 def check_solver(name: str) -> Entry:

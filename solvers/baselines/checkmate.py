@@ -21,7 +21,7 @@ from graphs.ir import Graph
 from graphs.schedule import schedule_of
 from graphs.units import format_bytes
 from solvers.baselines.common.checkmate_program import StageProgram, get_value
-from solvers.baselines.common.program_size import find_refusal
+from solvers.baselines.common.program_size import ProgramSize
 from solvers.baselines.common.pulp_solvers import (
     HIGHS,
     check_clock,
@@ -67,11 +67,12 @@ class CheckmateProgram(StageProgram):
         families = (self.add_inputs, self.add_handover, partial(self.add_memory, 0))
         return self.add_all((self.add_decisions,), is_over) and self.add_all(families, is_over)
 
-    def find_refusal(self, limit_s: float) -> tuple[str, Reason] | None:
-        """Return why the program is not begun: too large, or too long for a time limit; None if neither. Nothing is built."""
+    @property
+    def size(self) -> ProgramSize:
+        """Its size; nothing is built."""
         count = self.count_decisions()
         what = f"Checkmate's program for {self.ops:,} ops has {count:,} variables R and S"
-        return find_refusal(what, count, MOST_BINARIES, estimate_least_time_s(count), limit_s)
+        return ProgramSize(what, count, MOST_BINARIES, _LEAST_S * count**_LEAST_POWER)
 
     def read_executions(self, values: Floats) -> list[int] | None:
         """Return the ops in the order of a solution's schedule; None if a binary is neither 0 nor 1."""
@@ -87,16 +88,11 @@ class CheckmateProgram(StageProgram):
         return order
 
 
-def estimate_least_time_s(count: int) -> float:
-    """Return about the least seconds after which a program of `count` variables R and S can have a solution."""
-    return _LEAST_S * math.pow(count, _LEAST_POWER)
-
-
-def estimate_program_time_s(graph: Graph, budget_bytes: int) -> float:
-    """Return ``estimate_least_time_s`` of the program of a graph; 0 if it is refused in any time."""
-    program = CheckmateProgram(graph, budget_bytes - graph.static_bytes)
-    refused = budget_bytes < bound_least_budget(graph).budget_bytes or program.find_refusal(math.inf)
-    return 0.0 if refused else estimate_least_time_s(program.count_decisions())
+def measure_program(graph: Graph, budget_bytes: int) -> ProgramSize | None:
+    """Return the size of the program of a graph; None if no schedule fits."""
+    if budget_bytes < bound_least_budget(graph).budget_bytes:
+        return None
+    return CheckmateProgram(graph, budget_bytes - graph.static_bytes).size
 
 
 def solve(request: Request) -> Result:
@@ -117,7 +113,7 @@ def solve(request: Request) -> Result:
     verdict = Verdict(Status.INFEASIBLE, message=describe_too_small(graph, budget_bytes, least))
     if budget_bytes >= least.budget_bytes:
         model = CheckmateProgram(graph, budget_bytes - graph.static_bytes)
-        if (refusal := model.find_refusal(request.clock.limit)) is not None:
+        if (refusal := model.size.find_refusal(request.clock.limit)) is not None:
             verdict = Verdict(Status.LIMIT, None, graph.time_s, *refusal)
         else:
             request.tell("writing Checkmate's program", None, graph.time_s)
@@ -151,7 +147,7 @@ def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str]) -
     if budget_bytes < least.budget_bytes:
         raise BudgetError(describe_too_small(graph, budget_bytes, least))
     model = CheckmateProgram(graph, budget_bytes - graph.static_bytes)
-    if (refusal := model.find_refusal(math.inf)) is not None:
+    if (refusal := model.size.find_refusal(math.inf)) is not None:
         raise PlannerError(refusal[0])
     model.build()
     with tempfile.TemporaryDirectory() as folder:

@@ -20,7 +20,6 @@ linearised, and implementations and recomputations too (RF and R): V is their pr
 option ``in_place`` here, which replace several ops and are left out.
 """
 
-import math
 from collections.abc import Iterator
 
 from graphs.checks import check_plain
@@ -29,7 +28,7 @@ from graphs.options.selection import remove_computed
 from graphs.schedule import Schedule, schedule_of
 from graphs.units import format_bytes
 from solvers import highs
-from solvers.baselines.common.program_size import find_refusal
+from solvers.baselines.common.program_size import ProgramSize
 from solvers.baselines.common.recomputation import find_repeatable
 from solvers.baselines.common.verdicts import Verdict, build_result, judge
 from solvers.highs.builder import TermProgram, Weighted
@@ -73,19 +72,11 @@ class MonetProgram(TermProgram):
         self.S: dict[tuple[int, int], int] = {}
 
     @property
-    def entries(self) -> int:
-        """Approximate number of entries in the memory rows."""
-        return len(self.stages) * len(self.again) * len(self.passing)
-
-    @property
-    def least_time_s(self) -> float:
-        """About the least seconds after which the program can have a solution."""
-        return _ENTRY_S * self.entries
-
-    def find_refusal(self, limit_s: float) -> tuple[str, Reason] | None:
-        """Return why the program is not begun; None if it is."""
-        what = f"MONeT's program for {len(self.graph.program):,} ops has about {self.entries:,} entries"
-        return find_refusal(what, self.entries, MOST_ENTRIES, self.least_time_s, limit_s)
+    def size(self) -> ProgramSize:
+        """Its size: about the number of entries in the memory rows."""
+        entries = len(self.stages) * len(self.again) * len(self.passing)
+        what = f"MONeT's program for {len(self.graph.program):,} ops has about {entries:,} entries"
+        return ProgramSize(what, entries, MOST_ENTRIES, _ENTRY_S * entries)
 
     def build(self) -> None:
         """Add all columns and rows."""
@@ -194,16 +185,15 @@ def solve(request: Request) -> Result:
     return build_result(request, "monet", _reach_verdict(request), settings=settings, versions={"highs": highs.read_version()})
 
 
-def estimate_program_time_s(graph: Graph, budget_bytes: int) -> float:
-    """Return ``least_time_s`` of the program of a graph; 0 if it is refused in any time."""
-    program = MonetProgram(graph, budget_bytes)
-    return 0.0 if program.find_refusal(math.inf) else program.least_time_s
+def measure_program(graph: Graph, budget_bytes: int) -> ProgramSize:
+    """Return the size of the program of a graph."""
+    return MonetProgram(graph, budget_bytes).size
 
 
 def _reach_verdict(request: Request) -> Verdict:
     graph = request.graph
     program = MonetProgram(graph, request.budget_bytes)
-    if (refusal := program.find_refusal(request.clock.limit)) is not None:
+    if (refusal := program.size.find_refusal(request.clock.limit)) is not None:
         return Verdict(Status.LIMIT, None, None, *refusal)
     program.build()
     request.tell("solving MONeT's program", None, None)

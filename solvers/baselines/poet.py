@@ -18,7 +18,6 @@ begins; In[t,x], Out[t,x]: it is reloaded and offloaded in stage t.
 A transfer takes no time and ends in its stage: its cost is energy.
 """
 
-import math
 from functools import partial
 
 from graphs.ir import Graph
@@ -26,7 +25,7 @@ from graphs.schedule import Schedule
 from solvers import highs
 from solvers.baselines.common.checkmate_program import MEMORY_RANGE, StageProgram, get_value
 from solvers.baselines.common.offloading import Device, Offer, answer_by_offloading, offer_of
-from solvers.baselines.common.program_size import find_refusal
+from solvers.baselines.common.program_size import ProgramSize
 from solvers.baselines.common.verdicts import Candidate, answer, build_failure
 from solvers.clock import measure_rest
 from solvers.highs.program import Floats, Milp, Outcome, SolveCallbacks
@@ -57,16 +56,13 @@ class PoetProgram(StageProgram):
         """Return True if x is handed over to stage t in a solution."""
         return get_value(self.s(0, t, x), values) > 0.5
 
-    def count(self) -> int:
-        """Return the number of decisions: R, S, and transfers that can serve a later stage."""
+    @property
+    def size(self) -> ProgramSize:
+        """Its size, by decisions: R, S, and transfers that can serve a later stage."""
         offered = (x for t in range(self.ops) for x in self.iterate_passing(t) if x in self.offer.by_tensor)
-        return self.count_decisions() + 3 * len(list(offered))
-
-    def find_refusal(self, limit_s: float) -> tuple[str, Reason] | None:
-        """Return why the program is not begun; None if it is."""
-        count = self.count()
+        count = self.count_decisions() + 3 * len(list(offered))
         what = f"POET's program for {self.ops:,} ops has about {count:,} variables"
-        return find_refusal(what, count, MOST_COLUMNS, estimate_least_time_s(count), limit_s)
+        return ProgramSize(what, count, MOST_COLUMNS, _LEAST_S * count**_LEAST_POWER)
 
     def build(self) -> Milp:
         """Build the program."""
@@ -104,18 +100,10 @@ class PoetProgram(StageProgram):
             self.add_at_most(there, limit / unit)
 
 
-def estimate_least_time_s(count: int) -> float:
-    """Return about the least seconds after which a program of `count` decisions can have a solution."""
-    return _LEAST_S * math.pow(count, _LEAST_POWER)
-
-
-def estimate_program_time_s(graph: Graph, budget_bytes: int) -> float:
-    """Return ``estimate_least_time_s`` of the program of a graph; 0 if there is none, or it is refused in any time."""
+def measure_program(graph: Graph, budget_bytes: int) -> ProgramSize | None:
+    """Return the size of the program of a graph; None if it offers no transfers."""
     offer = offer_of(graph)
-    if offer is None:
-        return 0.0
-    model = PoetProgram(offer, budget_bytes, 1.0)
-    return 0.0 if model.find_refusal(math.inf) else estimate_least_time_s(model.count())
+    return None if offer is None else PoetProgram(offer, budget_bytes, 1.0).size
 
 
 def solve(request: Request) -> Result:
@@ -126,7 +114,7 @@ def solve(request: Request) -> Result:
     trials: list[Candidate] = []
     for place, power in enumerate(_POWERS):
         model = PoetProgram(offer, request.budget_bytes, power)
-        if (refusal := model.find_refusal(request.clock.limit)) is not None:
+        if (refusal := model.size.find_refusal(request.clock.limit)) is not None:
             return build_failure(request, "poet", *refusal)
         found = highs.solve_program(
             model.build(),

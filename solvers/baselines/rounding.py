@@ -13,6 +13,7 @@ from functools import partial
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
+from solvers.baselines import checkmate
 from solvers.baselines.checkmate import CLASS, NOT_WRITTEN, CheckmateProgram
 from solvers.baselines.common.pulp_solvers import HIGHS, check_clock, check_milp_solver, read_versions, solve_model
 from solvers.baselines.common.verdicts import Verdict, build_result
@@ -26,6 +27,8 @@ FRACTIONS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 Handed = dict[tuple[int, int], float]
+
+measure_program = checkmate.measure_program
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ def solve(request: Request) -> Result:
     least = bound_least_budget(graph)
     if budget_bytes < least.budget_bytes:
         verdict = Verdict(Status.INFEASIBLE, message=describe_too_small(graph, budget_bytes, least))
-    elif (refusal := rounding.make_program().find_refusal(request.clock.limit)) is not None:
+    elif (refusal := rounding.make_program().size.find_refusal(request.clock.limit)) is not None:
         verdict = Verdict(Status.LIMIT, None, graph.time_s, *refusal)
     else:
         rounding.run()

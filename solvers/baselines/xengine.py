@@ -40,7 +40,6 @@ The makespan is at least each clock. So that its bound is not just that of the b
 for an op p that produces an input of t: if p and t are executed once, on d and e, there is a copy between them.
 """
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -57,7 +56,7 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers import highs
 from solvers.baselines.common.checkmate_program import BEGIN, StageProgram
-from solvers.baselines.common.program_size import find_refusal
+from solvers.baselines.common.program_size import ProgramSize
 from solvers.baselines.common.verdicts import Verdict, build_result, judge
 from solvers.clock import Clock, measure_rest
 from solvers.highs.builder import ONE, Term, Weighted
@@ -116,8 +115,9 @@ class XEngineProgram(StageProgram):
         self.A: dict[tuple[int, int, int, int, int], int] = {}
         self.seconds_of: dict[int, float] = {}
 
-    def count(self) -> int:
-        """Return the number of variables R and S; nothing is built."""
+    @property
+    def size(self) -> ProgramSize:
+        """Its size, by variables R and S; nothing is built."""
         latest = self.last_run if self.schedules.again else range(self.ops)
         executed = sum(1 + max(0, latest[i] - i) for runs in self.placement.runs for i in range(self.ops) if runs[i] is not None)
         handed = sum(
@@ -126,13 +126,9 @@ class XEngineProgram(StageProgram):
             for x, place in enumerate(self.placement.places[d])
             if place is not None and self._can_stay(d, x)
         )
-        return executed + handed
-
-    def find_refusal(self, limit_s: float) -> tuple[str, Reason] | None:
-        """Return why the program is not begun, with `limit_s` for it; None if it is."""
-        count = self.count()
+        count = executed + handed
         what = f"XEngine's program for {self.ops:,} ops on {len(self.devices)} devices has {count:,} variables R and S"
-        return find_refusal(what, count, MOST_DECISIONS, estimate_least_time_s(count), limit_s)
+        return ProgramSize(what, count, MOST_DECISIONS, _LEAST_S * count**_LEAST_POWER)
 
     def _is_large(self) -> bool:
         return len(self.cost) > MOST_COLUMNS
@@ -481,29 +477,20 @@ def _iterate_executed(program: XEngineProgram, values: Floats) -> Iterator[tuple
                 yield t, turn, run
 
 
-def estimate_least_time_s(count: int) -> float:
-    """Return about the least seconds after which a program of `count` variables R and S can have a solution."""
-    return _LEAST_S * math.pow(count, _LEAST_POWER)
-
-
-def estimate_program_time_s(graph: Graph, budget_bytes: int) -> float:
-    """Return ``estimate_least_time_s`` of the program of a graph; 0 if there is none, or it is refused in any time."""
-    placement = get_placement(graph)
-    program = XEngineProgram(placement, budget_bytes)
-    refused = len(placement.pools) == 1 or program.find_refusal(math.inf)
-    return 0.0 if refused else estimate_least_time_s(program.count())
-
-
-def estimate_overlapped_program_time_s(graph: Graph, budget_bytes: int) -> float:
-    """Return the same for the makespan, whose search has a share of its time for that program."""
-    return estimate_program_time_s(graph, budget_bytes) / _SERIAL_SHARE
-
-
 class XEngineRule(StrEnum):
     """The objective, by the name in the registry."""
 
     SERIAL = "xengine"
     MAKESPAN = "xengine-overlapped"
+
+
+def measure_program(graph: Graph, budget_bytes: int, *, rule: str = XEngineRule.SERIAL) -> ProgramSize | None:
+    """Return the size of the program of a graph; None on one device. A search for the makespan has a share of its time for it."""
+    placement = get_placement(graph)
+    if len(placement.pools) == 1:
+        return None
+    size = XEngineProgram(placement, budget_bytes).size
+    return size if rule == XEngineRule.SERIAL else replace(size, least_s=size.least_s / _SERIAL_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -555,7 +542,7 @@ def solve(request: Request, *, rule: str = XEngineRule.SERIAL) -> Result:
         return finish(Verdict(Status.LIMIT, message=why, reason=Reason.INAPPLICABLE))
     program = XEngineProgram(placement, request.budget_bytes, ScheduleClass(stay=params.stay, again=params.again))
     clock = request.clock.start_part(_SERIAL_SHARE * measure_rest(request.clock)) if overlapped else request.clock
-    if (refusal := program.find_refusal(clock.limit)) is not None:
+    if (refusal := program.size.find_refusal(clock.limit)) is not None:
         return finish(Verdict(Status.LIMIT, None, None, *refusal))
     if not program.build():
         return finish(_report_too_large(placement))

@@ -182,8 +182,7 @@ def order_of(
     *,
     discretization: Discretization | None = None,
 ) -> Order:
-    """Return `computed` with the windows of `discretization` (None: one window); first executions are in program order.
-    """
+    """Return `computed` with the windows of `discretization` (None: one window); first executions are in program order."""
     windows: list[int] = []
     first: list[bool] = []
     discretization = discretization or Discretization.whole(problem)

@@ -186,8 +186,7 @@ class Commitments:
                 self.add(self._placements.lacking)
 
     def add(self, order: Order, promise_s: float = inf) -> None:
-        """Commit to the plain graph of `order`, unless it is known.
-        """
+        """Commit to the plain graph of `order`, unless it is known."""
         plain = build_plain_graph(self.search.problem, order.computed)
         reloads = frozenset((here, place) for t, place in order.reloads if (here := plain.find_only(t)) is not None)
         key = (plain.ops, tuple(op.inputs for op in plain.graph.ops))

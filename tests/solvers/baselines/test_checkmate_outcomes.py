@@ -52,9 +52,9 @@ def test_the_size_of_the_program_is_foretold(monkeypatch: pytest.MonkeyPatch) ->
         model = CheckmateProgram(draw_graph(seed, 12), 1000)
         model.build()
         monkeypatch.setattr("solvers.baselines.checkmate.MOST_BINARIES", len(model.R) + len(model.S) - 1)
-        assert f"has {len(model.R) + len(model.S)} variables" in str(model.find_refusal(math.inf))
+        assert f"has {len(model.R) + len(model.S)} variables" in str(model.size.find_refusal(math.inf))
         monkeypatch.setattr("solvers.baselines.checkmate.MOST_BINARIES", len(model.R) + len(model.S))
-        assert model.find_refusal(math.inf) is None
+        assert model.size.find_refusal(math.inf) is None
 
 
 @pytest.mark.parametrize("time_limit_s", [1e-9, 0.02])

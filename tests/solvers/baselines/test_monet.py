@@ -16,7 +16,7 @@ from planner.plans.solve import solve
 from solvers.baselines import monet
 from solvers.bounds import bound_least_budget
 from solvers.clock import WallClock
-from solvers.registry import get_solver
+from solvers.registry import estimate_program_time_s, get_solver
 from solvers.request import Request
 from solvers.result import Reason, Status
 from tests.support.budgets import on_the_way, peak_bytes
@@ -120,13 +120,13 @@ def test_too_small_budgets_and_too_large_programs_have_a_reason(monkeypatch: pyt
     monkeypatch.setattr(monet, "MOST_ENTRIES", 3)
     found = get_solver("monet")(Request(graph, simulate(graph, keep_everything(graph)).peak_bytes))
     assert (found.status, found.reason) == (Status.LIMIT, Reason.SIZE) and "more than 3" in found.message
-    assert monet.estimate_program_time_s(graph, 10**9) == 0.0
+    assert estimate_program_time_s("monet", graph, 10**9) == 0.0
 
 
 def test_a_limit_in_which_there_is_no_solution_is_refused_at_once() -> None:
     graph = make_training_chain(80)
     budget_bytes = simulate(graph, keep_everything(graph)).peak_bytes
-    limit_s = 0.9 * monet.estimate_program_time_s(graph, budget_bytes)
+    limit_s = 0.9 * estimate_program_time_s("monet", graph, budget_bytes)
     refused = get_solver("monet")(Request(graph, budget_bytes, clock=WallClock(limit_s)))
     assert refused.seconds < limit_s / 2
     assert refused.reason is Reason.TIME and "to write it and solve its relaxation once takes about" in refused.message

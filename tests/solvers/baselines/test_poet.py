@@ -11,6 +11,7 @@ from solvers.baselines import poet
 from solvers.baselines.common.offloading import offer_of
 from solvers.baselines.poet import PoetProgram
 from solvers.clock import WallClock
+from solvers.registry import estimate_program_time_s
 from solvers.result import Reason
 from tests.support.graphs.options import check_by_both_judges, offered, with_trips
 from tests.support.solvers.answers import ask
@@ -75,7 +76,7 @@ def test_large_graphs_are_not_tried() -> None:
 def test_a_limit_in_which_there_is_no_solution_is_refused_at_once() -> None:
     graph = with_trips(plain := make_training_chain(20), 50e9)
     budget_bytes = simulate(plain, keep_everything(plain)).peak_bytes
-    least_s = poet.estimate_program_time_s(graph, budget_bytes)
+    least_s = estimate_program_time_s("poet", graph, budget_bytes)
     refused = poet.solve(ask(graph, budget_bytes, time_limit_s=0.9 * least_s))
     assert refused.reason is Reason.TIME and "to write it and solve its relaxation once takes about" in refused.message
-    assert poet.estimate_program_time_s(plain, budget_bytes) == 0.0  # without transfers
+    assert estimate_program_time_s("poet", plain, budget_bytes) == 0.0  # without transfers

@@ -185,7 +185,7 @@ def test_variables_are_counted_without_a_program(schedules: ScheduleClass) -> No
     for seed in range(20):
         graph, budget_bytes = random_placement(seed, 2 + seed % 2)
         program = XEngineProgram(get_placement(graph), budget_bytes, schedules)
-        counted = program.count()
+        counted = program.size.count
         assert program.build() and counted == len(program.R) + len(program.S), seed
 
 

@@ -13,7 +13,7 @@ import planner
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.workload.models import build
 from planner.plans.summary import summarize
-from planner.show.report.plots import plot_memory
+from planner.show.views.figures import choose_size_unit, draw_figure, pick_shades
 from planner.show.views.text import format_table
 from solvers.clock import WallClock
 from solvers.least import bracket_least_budget
@@ -41,6 +41,23 @@ def row(plan: planner.Plan, report: planner.RunReport) -> tuple[str, ...]:
         "none" if plan.gap is None else format_ratio(plan.gap),
         "not compared" if report.identical is None else same,
     )
+
+
+def plot_memory(reports: list[planner.RunReport], path: Path) -> None:
+    """Plot measured memory over the step as a part of its time, with the budgets as dashed lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with draw_figure(path, "Memory over one training step, measured") as axes:
+        scale, unit = choose_size_unit(max(report.budget_bytes for report in reports))
+        for report, color in zip(reports, pick_shades(len(reports)), strict=True):
+            end = report.timeline[-1][0]
+            ratio = report.measured_ratio
+            took = format_seconds(report.measured_time_s) if ratio is None else f"{ratio:.2f}x"
+            label = f"budget {format_bytes(report.budget_bytes)}, step time {took}"
+            xs, ys = [t / end for t, _ in report.timeline], [size / scale for _, size in report.timeline]
+            axes.step(xs, ys, where="post", color=color, linewidth=0.8, label=label)
+            axes.axhline(report.budget_bytes / scale, color=color, linestyle="--", linewidth=1)
+        axes.set(xlabel="part of the step", ylabel=f"memory in {unit}", xlim=(0, 1))
+        axes.set_ylim(bottom=0)
 
 
 def is_kept(report: planner.RunReport) -> bool:
@@ -72,7 +89,7 @@ def main() -> int:
     print("\n" + format_table(COLUMNS, rows, numbers=len(COLUMNS)))
     print("\nMultiples are of keeping everything. Identical: to eager PyTorch, in loss, gradients and random state.")
     path = Path("results/demo/memory.png")
-    plot_memory(reports, path, title="Memory over one training step, measured")
+    plot_memory(reports, path)
     print(f"{path} shows memory over the step; {time.perf_counter() - began:.0f} s in all, one thread")
     return 0 if all(map(is_kept, reports)) else 1
 

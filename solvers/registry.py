@@ -9,7 +9,6 @@ from graphs.checks import check_plain
 from graphs.errors import PlannerError, UsageError
 from graphs.ir import Graph
 from graphs.options.offload import remove_offload
-from solvers.baselines.common.program_size import ProgramSize
 from solvers.request import Request
 from solvers.result import Result
 
@@ -26,7 +25,7 @@ class Entry:
     optional ops of the program's device; with `devices`, those with other devices. Others accept plain graphs only. With
     `only_transfers` it requires transfers to the host; with `only_devices` it requires other devices and accepts no other
     options. With `large_programs` it solves integer or linear programs of the whole graph, and may take its whole time limit; its
-    module has a function ``measure_program`` of graph and budget.
+    module has a function ``measure_program``, which returns the size of that of a graph and a budget.
     """
 
     module: str
@@ -155,8 +154,9 @@ def estimate_program_time_s(name: str, graph: Graph, budget_bytes: int) -> float
     entry = check_solver(name)
     if not entry.large_programs:
         return 0.0
-    size: ProgramSize | None = import_module(entry.module).measure_program(graph, budget_bytes, **entry.arguments)
-    return 0.0 if size is None else size.needed_s
+    size = import_module(entry.module).measure_program(graph, budget_bytes, **entry.arguments)
+    needed_s: float = 0.0 if size is None else size.needed_s
+    return needed_s
 
 
 def check_solver(name: str) -> Entry:

@@ -22,7 +22,9 @@ with explain_missing_packages():
         import pytorch_lightning as pl  # type: ignore[no-redef]
 
 from graphs.errors import PlannerError, TraceError
+from planner.capture.frontend.fake_execution import run_on_fakes
 from planner.capture.frontend.later_calls import Collector, is_metric
+from planner.capture.frontend.later_values import skip_metrics
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.progress import LoggingView
 from planner.settings.budget import read_budget_or_overhead
@@ -182,10 +184,13 @@ class _TrainingStepModule(nn.Module):
         """Return the options that the values `names` are logged with for arguments of these sizes. Call inside ``recording``."""
         shapes = list_shapes(given)
         if not self._options.get(shapes, {}).keys() >= set(names):
-            with torch.no_grad(), preserve_training_state(self, given):
-                self(*given)
-                found = dict(self._logs.options)
-            self._options[shapes] = {**self._options.get(shapes, {}), **found}
+            try:
+                with torch.no_grad(), preserve_training_state(self, given):
+                    self(*given)
+            except RuntimeError:  # the step computes gradients itself: on real tensors it would take eager PyTorch's memory
+                with preserve_training_state(self, given), run_on_fakes(self, given) as run, skip_metrics(self):
+                    run()
+            self._options[shapes] = {**self._options.get(shapes, {}), **self._logs.options}
         return self._options.get(shapes, {})
 
 

@@ -65,7 +65,16 @@ class OtherOptimizer(Module):
         return torch.optim.Rprop(self.parameters())
 
 
-@pytest.mark.parametrize("make", [Module, Returning, OtherOptimizer])
+class Penalized(Module):
+    """Computes gradients in its step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        (slope,) = torch.autograd.grad(loss, self.body[-1].weight, create_graph=True)
+        return loss + slope.square().sum()
+
+
+@pytest.mark.parametrize("make", [Module, Returning, OtherOptimizer, Penalized])
 @pytest.mark.parametrize(
     "more",
     [{}, pytest.param({"accumulate_grad_batches": 2, "precision": "bf16-mixed"}, marks=pytest.mark.slow)],

@@ -56,7 +56,9 @@ from torch._dynamo.output_graph import OutputGraph  # the graph of a frame while
 from torch._dynamo.side_effects import SideEffects  # Python values that a step changes
 from torch._dynamo.source import (
     AttrSource,  # where a value comes from: from an attribute
+    ClosureSource,  # from what encloses a function
     ConstantSource,  # from nowhere
+    GetItemSource,  # from a container
     GlobalSource,  # from a global variable
 )
 from torch._dynamo.symbolic_convert import (

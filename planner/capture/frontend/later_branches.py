@@ -1,10 +1,10 @@
 """Branches that only choose what a step records: the whole statement is done after the forward pass.
 
 ``if loss.item() < self.best: self.best = loss.item()`` needs a number in the step, though no op depends on it. Where both sides
-of an ``if`` do nothing but set attributes and items, call what only records, or raise an error, the statement is a later call: it
-is compiled as a function of the local names that it reads, and the capture goes on behind it. What it sets is read later from
-then on, wherever the step reads it. So is a ``try`` statement that looks up what is only known then, as in ``try:
-self.log[name].append(value)``, ``except KeyError: self.log[name] = [value]``.
+of an ``if`` do nothing but set attributes, items, ``nonlocal`` and ``global`` names, call what only records, or raise an error,
+the statement is a later call: it is compiled as a function of the local names that it reads, and the capture goes on behind it.
+What it sets is read later from then on, wherever the step reads it. So is a ``try`` statement that looks up what is only known
+then, as in ``try: self.log[name].append(value)``, ``except KeyError: self.log[name] = [value]``.
 
 The user's own functions and methods are read in turn, with what their parameters and local names stand for. Code that may do
 more than record, or cannot be read, leaves the branch to ``guards.branches``; so do assignments to the step's local names, and
@@ -17,7 +17,8 @@ import inspect
 import linecache
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -33,14 +34,17 @@ from planner.torch_private.capture import (
     GETATTR,
     AttrSource,
     CellVariable,
+    ClosureSource,
+    GetItemSource,
     GlobalSource,
     NestedUserFunctionVariable,
+    UserFunctionVariable,
     VariableTracker,
     get_source_name,
 )
 
 _STATEMENTS = (ast.If, ast.Try, ast.With, ast.Assign, ast.AugAssign, ast.Expr, ast.Raise, ast.Pass)
-_IN_FUNCTIONS = (*_STATEMENTS, ast.Return, ast.For, ast.AnnAssign, ast.Continue, ast.Break)
+_IN_FUNCTIONS = (*_STATEMENTS, ast.Return, ast.For, ast.AnnAssign, ast.Continue, ast.Break, ast.Nonlocal, ast.Global)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _REFUSED = (ast.Lambda, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, ast.Starred)
 _NEW = (ast.Dict, ast.List, ast.Set, ast.JoinedStr, ast.BinOp, *_COMPREHENSIONS)  # expressions that make an object
@@ -65,11 +69,15 @@ class _Function:
         scope: its global names.
         names: its parameters and local names, with the expression that each stands for, and the function that this is of (None
             for the step itself); None if it is not known.
+        cells: of the names of enclosing functions, or their variables.
+        named: the expression that names the function, and the function that calls it.
     """
 
     body: list[ast.stmt]
     scope: dict[str, Any]
     names: dict[str, tuple[ast.expr, "_Function | None"] | None]
+    cells: dict[str, CellType | CellVariable]
+    named: tuple[ast.expr, "_Function | None"]
 
     @classmethod
     def of(cls, function: FunctionType, owner: ast.expr | None, call: ast.Call, caller: "_Function | None") -> "_Function":
@@ -80,18 +88,22 @@ class _Function:
         given = definition.args
         given_names = [arg.arg for arg in (*given.posonlyargs, *given.args)]
         values = [*([] if owner is None else [owner]), *call.args]
-        stored = [node.id for node in ast.walk(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        stored = _list_stored(definition)
         others = [arg.arg for arg in (*given.kwonlyargs, given.vararg, given.kwarg) if arg is not None]
         every = (*given_names, *others, *stored, *function.__code__.co_freevars)
-        found = cls(definition.body, function.__globals__, dict.fromkeys(every))
+        cells: dict[str, CellType | CellVariable] = dict(
+            zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        )
+        found = cls(definition.body, function.__globals__, dict.fromkeys(every), cells, (call.func, caller))
         passed = [*zip(given_names, values, strict=False), *((each.arg, each.value) for each in call.keywords if each.arg)]
         found.names.update((name, (value, caller)) for name, value in passed if name in every and name not in stored)
         assigned = _list_assigned(definition)
-        for name in {*assigned} - {*given_names}:
+        outer = {name for each in ast.walk(definition) if isinstance(each, ast.Nonlocal | ast.Global) for name in each.names}
+        for name in {*assigned} - {*given_names} - outer:
             if stored.count(name) == 1:
                 found.names[name] = assigned[name][0], found
         counted = [each.target for each in ast.walk(definition) if isinstance(each, ast.AugAssign)]
-        for name in (target.id for target in counted if isinstance(target, ast.Name)):
+        for name in {target.id for target in counted if isinstance(target, ast.Name)} - outer:
             if name in given_names or not all(isinstance(value, ast.Constant) for value in assigned.get(name, [definition])):
                 raise _NotRecordingError  # += may change a container that has other names
         return found
@@ -105,12 +117,14 @@ class RecordingBranch:
         translator: of the frame.
         statement: the statement.
         changed: sources of what it sets or changes.
+        cells: the variables of names of enclosing functions that it sets.
         reading: the functions that are read at present.
     """
 
     translator: Any
     statement: ast.If | ast.Try
     changed: list[Any] = field(default_factory=list)
+    cells: list[CellVariable] = field(default_factory=list)
     reading: list[FunctionType] = field(default_factory=list)
 
     @classmethod
@@ -134,11 +148,25 @@ class RecordingBranch:
         """Return the statement as a function, and the variables of its arguments."""
         names = sorted({node.id for node in ast.walk(self.statement) if isinstance(node, ast.Name) and self._find_local(node.id)})
         arguments = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
-        function = ast.copy_location(ast.FunctionDef("record_later", arguments, [self.statement], []), self.statement)
+        cells = {name: cell for name in names if (cell := self.translator.symbolic_locals[name]) in self.cells}
+        stored = {*_list_stored(self.statement)} - {*cells}
+        declared = [ast.Global([*stored])] if stored else []
+        body = [*declared, _ReadCells(cells).visit(deepcopy(self.statement))]
+        function = ast.copy_location(ast.FunctionDef("record_later", arguments, body, []), self.statement)
         module = ast.fix_missing_locations(ast.Module([function], []))
         code = compile(module, self.translator.f_code.co_filename, "exec")
         inner = next(constant for constant in code.co_consts if hasattr(constant, "co_code"))
-        return FunctionType(inner, self.translator.f_globals), [self._find_local(name) for name in names]
+        return FunctionType(inner, self.translator.f_globals), [cells.get(name) or self._find_local(name) for name in names]
+
+    def read_again(self) -> None:
+        """Read what the statement sets anew from here on."""
+        output, changed = self.translator.output, tuple(map(get_source_name, self.changed))
+        for source in [each for each in output.variable_tracker_cache if get_source_name(each).startswith(changed)]:
+            del output.variable_tracker_cache[source]
+        for cell in self.cells:
+            assert cell.source is not None
+            source = AttrSource(cell.source, "cell_contents")
+            cell.pre_existing_contents = VariableTracker.build(self.translator, self._read_source(source), source)
 
     def find_end(self) -> int | None:
         """Return the position of the instruction behind the statement; None if it is not known."""
@@ -180,8 +208,10 @@ class RecordingBranch:
             if isinstance(node, ast.Name | ast.Attribute) and _is_mangled(node.id if isinstance(node, ast.Name) else node.attr):
                 raise _NotRecordingError
             match node:
-                case ast.Name(ctx=ast.Store()) if within is None:
-                    raise _NotRecordingError
+                case ast.Name(id=name, ctx=ast.Store()) if within is None:
+                    self._note_outer([name], within)
+                case ast.Nonlocal(names=names) | ast.Global(names=names):
+                    self._note_outer(names, within)
                 case ast.Attribute(value=owner, attr=name, ctx=ast.Store()):
                     self.changed.append(AttrSource(self._find_source(owner, within), name))
                     self._check_unchanged(owner, name, within)
@@ -197,6 +227,45 @@ class RecordingBranch:
                     entered = None if isinstance(context, ast.Call) else type(self._evaluate(context, within))
                     if name is not None or (entered is not None and is_followed(entered.__module__)):
                         raise _NotRecordingError
+
+    def _note_outer(self, names: Sequence[str], within: _Function | None) -> None:
+        """Note that names of enclosing functions, or global ones, are set; raise for others, and for what the step has set."""
+        translator, code = self.translator, self.translator.f_code
+        known = translator.symbolic_locals if within is None else within.cells
+        for name in names:
+            cell = known.get(name)
+            if isinstance(cell, CellType) and within is not None:
+                cell = self._find_cell(name, cell, within)
+            is_local = within is None and name in (*code.co_varnames, *code.co_cellvars)
+            is_foreign = within is not None and within.scope is not translator.f_globals
+            if isinstance(cell, CellVariable) and cell.source is not None:
+                if translator.output.side_effects.has_pending_mutation_of_attr(cell, "cell_contents"):
+                    raise _NotRecordingError
+                self.changed.append(AttrSource(cell.source, "cell_contents"))
+                self.cells.append(cell)
+            elif cell is None and not (is_local or is_foreign or name in translator.symbolic_globals):
+                self.changed.append(self._find_global_source(name))
+            else:
+                raise _NotRecordingError
+            if isinstance(self._read_source(self.changed[-1]), (*_CONTAINERS, torch.Tensor)):  # += would change it
+                raise _NotRecordingError
+
+    def _read_source(self, source: Any) -> Any:
+        """Return the present value of what has a source."""
+        output = self.translator.output
+        return build_accessor(get_source_name(source))(output.local_scope, output.global_scope)
+
+    def _find_cell(self, name: str, cell: CellType, within: _Function) -> CellVariable:
+        """Return the variable of a cell of a function that existed before the step."""
+        effects, (node, caller) = self.translator.output.side_effects, within.named
+        if cell not in effects:
+            if isinstance(self._evaluate(node, caller), MethodType):
+                raise _NotRecordingError
+            place = GetItemSource(ClosureSource(self._find_source(node, caller)), [*within.cells].index(name))
+            value = VariableTracker.build(self.translator, cell.cell_contents, AttrSource(place, "cell_contents"))
+            effects.track_cell_existing(place, cell, value)
+        found: CellVariable = effects[cell]
+        return found
 
     def _check_call(self, call: ast.Call, within: _Function | None) -> None:
         """Raise unless a call only records."""
@@ -220,6 +289,7 @@ class RecordingBranch:
             raise _NotRecordingError
         called = _Function.of(function, owner, call, within)
         called.names.update((name, (ast.Name(name, ast.Load()), None)) for name in outer)
+        called.cells.update((name, self.translator.symbolic_locals[name]) for name in outer)
         self.reading.append(function)
         self._check(called.body, called)
         self.reading.pop()
@@ -283,7 +353,8 @@ class RecordingBranch:
             case ast.Name(id=name):
                 if (variable := self._find_local(name)) is None:
                     return self.translator.f_globals.get(name, getattr(builtins, name, None))
-                return vars(variable).get("value", self._get_container(variable))
+                found = vars(variable).get("fn") if type(variable) is UserFunctionVariable else None
+                return found or vars(variable).get("value", self._get_container(variable))
             case ast.Attribute(value=owner, attr=name):
                 found = self._evaluate(owner, within)
                 return None if found is None or isinstance(found, VariableTracker) else getattr(found, name, None)
@@ -293,10 +364,9 @@ class RecordingBranch:
 
     def _get_container(self, variable: VariableTracker) -> Any:
         """Return the container that a variable of the step is, as one of an enclosing function; else the variable."""
-        if variable.is_tensor() or (name := get_known_name(variable.source)) is None:
+        if variable.is_tensor() or get_known_name(variable.source) is None:
             return variable
-        output = self.translator.output
-        found = build_accessor(name)(output.local_scope, output.global_scope)
+        found = self._read_source(variable.source)
         return found if isinstance(found, _CONTAINERS) else variable
 
     def _find_source(self, node: ast.expr, within: _Function | None) -> Any:
@@ -407,11 +477,25 @@ def _record(values: Any, translator: Any, branch: RecordingBranch) -> bool:
         values.record(translator, function, arguments)
     except TraceError:  # what it reads is not known after the step
         return False
-    known, changed = translator.output.variable_tracker_cache, tuple(map(get_source_name, branch.changed))
-    for source in [source for source in known if get_source_name(source).startswith(changed)]:
-        del known[source]  # read again from here on
+    branch.read_again()
     translator.instruction_pointer = end
     return True
+
+
+class _ReadCells(ast.NodeTransformer):
+    """Make names of a statement the contents of the cells that they stand for."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = {*names}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Replace a name."""
+        return ast.Attribute(ast.Name(node.id, ast.Load()), "cell_contents", node.ctx) if node.id in self.names else node
+
+
+def _list_stored(node: ast.AST) -> list[str]:
+    """Return the names that code sets, as often as it does."""
+    return [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
 
 
 def _find_definition(function: FunctionType) -> ast.FunctionDef | None:

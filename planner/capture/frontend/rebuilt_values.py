@@ -20,12 +20,14 @@ def build_finder(output: Any, variable: Any) -> Find:
         return build_accessor(name)
     build = partial(build_finder, output)
     match held := variable.realize():
-        case private.NestedUserFunctionVariable() if not _writes_closure(code := held.get_code()):
-            parts: Any = held
-            cells = [] if parts.closure is None else [output.side_effects.load_cell(cell) for cell in parts.closure.items]
-            defaults = [] if parts.defaults is None else parts.defaults.items
-            function = partial(FunctionType, code, held.f_globals, code.co_name)
-            return partial(_make_function, function, [*map(build, defaults)], [*map(build, cells)])
+        case private.NestedUserFunctionVariable():
+            parts, code = vars(held), held.get_code()
+            cells = [] if parts["closure"] is None else parts["closure"].items
+            made = {name for name, cell in zip(code.co_freevars, cells, strict=True) if cell.source is None}
+            if made.isdisjoint(_list_written(code)):
+                defaults = [] if parts["defaults"] is None else parts["defaults"].items
+                function = partial(FunctionType, code, held.f_globals, code.co_name)
+                return partial(_make_function, function, [*map(build, defaults)], [_find_cell(output, cell) for cell in cells])
         case private.FunctoolsPartialVariable():
             names, given = [*held.keywords], [held.func, *held.args, *held.keywords.values()]
             return partial(_make_partial, names, [*map(build, given)])
@@ -40,13 +42,23 @@ def build_finder(output: Any, variable: Any) -> Find:
     raise TraceError(f"what the step makes ({held.python_type().__name__})")
 
 
-def _writes_closure(code: CodeType) -> bool:
-    return any(each.opname == "STORE_DEREF" and each.argval in code.co_freevars for each in dis.get_instructions(code))
+def _list_written(code: CodeType) -> set[str]:
+    return {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_DEREF"}
+
+
+def _find_cell(output: Any, cell: Any) -> Find:
+    """Return a function that returns a cell, made again if the step has made it."""
+    if get_known_name(cell.source) is not None:
+        return build_finder(output, cell)
+    return partial(_make_cell, build_finder(output, output.side_effects.load_cell(cell)))
+
+
+def _make_cell(find: Find, local: Scope, scope: Scope) -> CellType:
+    return CellType(find(local, scope))
 
 
 def _make_function(make: Any, defaults: Sequence[Find], cells: Sequence[Find], local: Scope, scope: Scope) -> FunctionType:
-    held = tuple(CellType(find(local, scope)) for find in cells)
-    function: FunctionType = make(tuple(find(local, scope) for find in defaults), held)
+    function: FunctionType = make(*(tuple(find(local, scope) for find in each) for each in (defaults, cells)))
     return function
 
 

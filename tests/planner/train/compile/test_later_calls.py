@@ -400,9 +400,19 @@ def test_a_capture_that_fails_records_nothing() -> None:
         tracker.step, tracker.epoch = i + 1, (i + 1) / 6
 
 
+HIGHEST = 0.0
+
+
 def make_with_closures() -> tuple[nn.Module, list[Any]]:
     """Return a model whose class has been made in a function, and the objects of that function that it changes."""
     log, table, meters = list[Any](), {"sum": 0.0, "count": 0}, {"loss": Meter()}
+    lowest, calls, falls = math.inf, 0, 0
+
+    def compare(value: float) -> None:
+        nonlocal calls, lowest
+        calls += 1
+        if value < lowest:
+            lowest = value
 
     class Closed(nn.Module):
         def __init__(self) -> None:
@@ -410,7 +420,21 @@ def make_with_closures() -> tuple[nn.Module, list[Any]]:
             self.layer, self.best = nn.Linear(16, 16), math.inf
 
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            nonlocal falls
+            global HIGHEST
             loss = F.mse_loss(self.layer(x), y)
+
+            def note(value: float) -> None:
+                nonlocal lowest
+                lowest -= value
+
+            if loss.item() < lowest:
+                falls += 1
+                note(0.125)
+            if loss.item() > 0:
+                compare(loss.item())
+                HIGHEST = max(HIGHEST, loss.item())
+            log.append((lowest, falls, calls, HIGHEST))
             log.append(loss.detach())
             table["sum"] += loss.item()
             table["count"] += 1
@@ -424,10 +448,11 @@ def make_with_closures() -> tuple[nn.Module, list[Any]]:
     return Closed(), [log, table, vars(meters["loss"])]
 
 
-def test_what_is_recorded_in_closures_is_as_in_eager_mode() -> None:
+def test_what_is_recorded_in_closures_is_as_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     batches, found = [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(3)], []
     for compiled in (False, True):
         torch.manual_seed(0)
+        monkeypatch.setitem(globals(), "HIGHEST", 0.0)
         model, noted = make_with_closures()
         step = planner.compile(model, None, batches[0], budget="100%", wait=0.1, on_progress=False) if compiled else model
         for batch in batches:

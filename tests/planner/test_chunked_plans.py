@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import planner.train.compile.compile as training
-from graphs.errors import EagerWarning, MismatchError, PlannerError, UsageError
+from graphs.errors import EagerWarning, MismatchError, UsageError
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
 from graphs.options import remove_options
@@ -149,10 +149,6 @@ def test_unnamed_options_are_not_used(graph: Graph, workload: Workload) -> None:
     check_sizes(plain, plan)
     with pytest.raises(UsageError, match=r"traced without the option 'chunks'.*--options chunks"):
         solve(plain, "100%", options=["chunks"])
-    with pytest.raises(PlannerError, match="the solver 'dtr' recomputes only"):
-        solve(graph, "100%", solver="dtr", options=["chunks"])
-    with pytest.raises(PlannerError, match="link given, but no option that transfers tensors"):
-        solve(graph, "100%", options=["chunks"], link=1e9)
 
 
 def test_facts_and_summaries_are_of_the_program(graph: Graph) -> None:

@@ -303,9 +303,3 @@ def test_another_module_gets_another_plan(tmp_path: Path) -> None:
 def test_unknown_options_raise() -> None:
     with pytest.raises(PlannerError, match=r"unknown option 'buget' of planner\.compile.*: choose from accumulate, "):
         PlannedTraining(HALF_WAY, buget=1)
-
-
-@pytest.mark.parametrize("given", [{}, {"budget": "1GB", "max_overhead": 0.1}])
-def test_not_exactly_one_of_budget_and_overhead_raises(given: dict[str, Any]) -> None:
-    with pytest.raises(PlannerError, match="give either a budget or max_overhead"):
-        PlannedTraining(**given)

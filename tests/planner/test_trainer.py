@@ -226,9 +226,3 @@ def test_unplannable_trainer_settings_raise(tmp_path: Path) -> None:
         trained(PlannedWeighted, tmp_path, sentences(4), options=planned_options(), label_smoothing_factor=0.1)
     with pytest.raises(PlannerError, match="below"):
         trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options("100kB", time_limit_s=1.0))
-
-
-@pytest.mark.parametrize("given", [{}, {"budget": "1GB", "max_overhead": 0.1}])
-def test_not_exactly_one_of_budget_and_overhead_raises(given: dict[str, Any]) -> None:
-    with pytest.raises(PlannerError, match="give either a budget or max_overhead"):
-        PlannedTrainer(model(), **given)

@@ -37,6 +37,7 @@ PARAMS = WindowsParams(bound=BoundParams(small_ops=12))
         (lambda: PlanSettings(work_limit=-1.0), "work limit is -1.0: must be a number, above 0"),
         (lambda: PlanSettings(solver="dtr", options=build_option_settings(["offload"])), "the solver 'dtr' recomputes only"),
         (lambda: planner.trace(nn.Linear(1, 1), None, (), options=["offload"]), "'offload' is not found in a step"),
+        (lambda: build_option_settings([], link="1GB/s"), "link given, but no option that transfers tensors: add options"),
         (lambda: PlanSettings(params=DtrParams()), "must be WindowsParams"),
         (lambda: PlanSettings(solver="dtr", params="many"), "params is 'many': must be DtrParams"),
         (lambda: PlanSettings(solver="chen-sqrt", params=WindowsParams()), "'chen-sqrt' has no parameters: leave params out"),

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch._inductor import config as inductor_config
 
-from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
@@ -20,7 +19,6 @@ from planner.measure.steps import StepOutcome, measure_memory, measure_outcome
 from planner.plans import search
 from planner.plans.plan import Plan
 from planner.settings.budget import Budget
-from planner.train.backend.settings import parse_backend_options
 from tests.support.budgets import between
 
 pytestmark = [
@@ -147,8 +145,3 @@ def test_evaluation_is_compiled_without_a_plan() -> None:
     compiled = torch.compile(workload.model, backend="planner", dynamic=False, options={"budget": "1GB", "kernels": "inductor"})
     with torch.no_grad():
         torch.testing.assert_close(compiled(workload.batch[0]), workload.model(workload.batch[0]))
-
-
-def test_times_of_kernels_are_not_modelled() -> None:
-    with pytest.raises(PlannerError, match="roofline= does not go with kernels='inductor': a roofline models ATen's ops"):
-        parse_backend_options({"budget": "1GB", "kernels": "inductor", "roofline": "h100"})

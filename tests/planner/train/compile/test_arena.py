@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 import planner
-from graphs.errors import UsageError
-from graphs.options.option import Feature
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
@@ -25,7 +23,6 @@ from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import Missed, Slab
 from planner.runtime.executor import Executor
 from planner.runtime.slab_addresses import RecordedStep, SlabAddresses, plan_slab_addresses
-from planner.settings.plan import PlanSettings
 from planner.train.compile.dynamic import DynamicStep
 from planner.train.compile.step import PlannedStep
 from tests.support.logs import lines_of
@@ -193,13 +190,6 @@ def test_a_plan_is_run_in_an_arena() -> None:
     assert report.arena_bytes is not None
     assert report.measured_peak_bytes <= 1.001 * plan.peak_bytes + 10_000  # small requests beside the largest
     assert run(plan, *workload, repeats=1).arena_bytes is None
-
-
-def test_plans_with_transfers_are_refused() -> None:
-    workload = make("unet")
-    with pytest.raises(UsageError, match="the option 'offload' does not go with arena=True"):
-        planner.compile(*workload, budget="50%", options=["offload"], arena=True)
-    assert PlanSettings(arena=True).features == {Feature.ARENA}
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

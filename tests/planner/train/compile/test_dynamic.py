@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import planner
-from graphs.errors import InfeasibleError, PlannerError
+from graphs.errors import InfeasibleError
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure.steps import measure_memory, measure_outcome
@@ -120,8 +120,3 @@ def test_plans_of_all_sizes_are_kept_in_a_folder(tmp_path: Path, monkeypatch: py
     first = step()
     monkeypatch.setattr("planner.train.compile.compiler.profile_capture", None)  # nothing is measured again
     assert [plan.schedule for plan in step().plans] == [plan.schedule for plan in first.plans]
-
-
-def test_at_least_one_plan_must_be_kept() -> None:
-    with pytest.raises(PlannerError, match="max_plans is 0"):
-        planner.compile(Branches(), None, (torch.randn(4, 8),), budget="1MB", dynamic=True, max_plans=0)

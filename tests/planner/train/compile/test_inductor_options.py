@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_config
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import InfeasibleError, PlannerError, TraceError
+from graphs.errors import InfeasibleError, TraceError
 from planner.measure.steps import measure_outcome
 from planner.plans.summary import summarize
 from planner.settings.budget import Share
@@ -115,12 +115,6 @@ def test_plans_inside_a_training_loop() -> None:
     assert step.plan.graph.provenance["kernels"] == "inductor"
     assert (step.plan.graph.provenance["optimizer"]["name"], step.plan.graph.provenance["accumulate"]) == ("AdamW", True)
     assert_as_torch_compile(step, model, batch)
-
-
-def test_unknown_kernels_raise() -> None:
-    model, batch = model_and_batch()
-    with pytest.raises(PlannerError, match=r"^kernels is 'triton': choose from eager, inductor"):
-        planner.compile(model, F.mse_loss, batch, budget="100%", kernels="triton")
 
 
 def test_a_budget_that_nothing_meets_is_one_clear_error() -> None:

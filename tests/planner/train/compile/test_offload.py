@@ -10,7 +10,7 @@ import torch
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import OutOfMemoryError, PlannerError
+from graphs.errors import OutOfMemoryError
 from graphs.io.formats import read_graph
 from graphs.pools import HOST
 from planner.capture.workload.models import Workload, build
@@ -165,19 +165,6 @@ def test_plans_of_varying_sizes_copy_and_share_the_hosts_memory() -> None:
         assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
         copied += step.plan.copied > 0
     assert copied >= 2 and host.peak_bytes <= 10**9
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"options": ["squeeze"]}, "there is no option 'squeeze' of a graph: choose from offload"),
-        ({"options": ()}, "link given, but no option that transfers tensors"),
-        ({"solver": "dtr"}, "the solver 'dtr' recomputes only"),
-    ],
-)
-def test_options_incompatible_with_offload_raise(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlannerError, match=message):
-        compiled(small(), **options)
 
 
 def test_a_host_without_memory_is_an_error_of_compile(monkeypatch: pytest.MonkeyPatch) -> None:

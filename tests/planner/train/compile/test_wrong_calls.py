@@ -67,13 +67,6 @@ def test_loss_that_is_not_a_function_raises(given: Any, said: str) -> None:
             call(model(), given, (X, Y))
 
 
-@pytest.mark.parametrize("call", [compiled, traced])
-@pytest.mark.parametrize("passes", [0, -1])
-def test_an_op_is_measured_at_least_once(call: Callable[..., object], passes: int) -> None:
-    with pytest.raises(PlannerError, match=f"passes is {passes}: must be at least 1"):
-        call(model(), passes=passes)
-
-
 def test_arguments_of_a_wrong_type_raise(tmp_path: Path) -> None:
     graph = planner.trace(model(), F.mse_loss, (X, Y), passes=1)
     plan = planner.solve(graph, "100%")

@@ -26,10 +26,10 @@ from planner.capture.frontend.fake_execution import run_on_fakes
 from planner.capture.frontend.later_calls import Collector, is_metric
 from planner.capture.frontend.later_values import skip_metrics
 from planner.capture.frontend.preserved_state import preserve_training_state
+from planner.capture.signature import Shapes, list_shapes
 from planner.progress import LoggingView
 from planner.settings.budget import read_budget_or_overhead
 from planner.train.compile.per_batch import BatchPlans, check_options
-from planner.train.compile.sizes import Shapes, list_shapes
 from planner.train.compile.step import PlannedStep
 from planner.train.distributed.wrappers import InReplicated, unwrap
 

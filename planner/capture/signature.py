@@ -15,6 +15,7 @@ from planner.torch_private.core import pytree
 
 # The arguments of a step: by position, or by name.
 Batch = Sequence[object] | Mapping[str, object]
+Shapes = tuple[tuple[int, ...], ...]
 
 
 def split_arguments(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -52,6 +53,16 @@ def check_batch(batch: Batch) -> None:
 def list_leaves(batch: Batch) -> list[object]:
     """Return the tensors and other values in `batch`, in the order of the step's inputs."""
     return pytree.tree_leaves(split_arguments(batch))
+
+
+def list_shapes(batch: Batch) -> Shapes:
+    """Return the shape of each leaf of `batch`; () for a leaf that is no tensor."""
+    return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in list_leaves(batch))
+
+
+def format_shapes(batch: Batch) -> str:
+    """Return the shapes of the tensors of `batch` for messages."""
+    return ", ".join(str(list(leaf.shape)) for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
 def has_fewer_rows(shape: Sequence[int], planned: Sequence[int]) -> bool:

@@ -11,10 +11,10 @@ bench-host``). Gradients of gradients, taken outside of the step, are refused.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -136,6 +136,11 @@ class Executor:
         self._wrap_in_stages()
         self._divide_inputs(capture.copied, compiled=compiled)
         self._written_over = find_overwritten_saved(self.graph, schedule)
+
+    @cached_property
+    def _plan(self) -> Hashable:
+        """The step and its schedule, whose hash is the same on all processes: that of numbers."""
+        return self.graph.fingerprint, hash(self.schedule)
 
     @property
     def accumulates(self) -> bool:
@@ -270,7 +275,7 @@ class Executor:
         """
         check_no_transform("a planned step is called")
         check_no_block("a planned step is called")
-        return self.sharding.agree(partial(self._check_call, args, kwargs))
+        return self.sharding.agree(self._plan, kwargs or args, partial(self._check_call, args, kwargs))
 
     def _check_call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
         leaves = self.signature.flatten(*args, **kwargs)

@@ -1,10 +1,12 @@
 """Sharded parameters of a step: a process holds its part of each, as a DTensor."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+
+from planner.capture.signature import Batch
 
 T = TypeVar("T")
 
@@ -22,8 +24,8 @@ class Unsharded:
         """Put the model into the state in which it is captured; guards look at it in this state."""
         return nullcontext()
 
-    def agree(self, check: Callable[[], T]) -> T:
-        """Return the result of `check`, which refuses a batch by a MismatchError; processes with one plan do the same."""
+    def agree(self, plan: Hashable, batch: Batch, check: Callable[[], T]) -> T:
+        """Return the result of `check`, which refuses `batch` by a MismatchError; processes that run `plan` do the same."""
         return check()
 
     def unwrap(self, static: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -15,7 +15,7 @@ from graphs.errors import BudgetError, LimitError, PlannerError, refuse_unknown_
 from graphs.optimizers import MeasuredOptimizer
 from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes
-from planner.capture.signature import Batch
+from planner.capture.signature import Batch, Shapes, format_shapes, list_shapes
 from planner.capture.step import LossFn, TrainingStep
 from planner.measure.optimizers import find_memory
 from planner.progress import OnProgress
@@ -25,8 +25,8 @@ from planner.torch_private.core import pytree
 from planner.train.compile.auto_budget import resolve_auto
 from planner.train.compile.compile import compile  # noqa: A004
 from planner.train.compile.lru import LRUCache
-from planner.train.compile.sizes import Shapes, check_same_sizes, format_shapes, list_shapes
 from planner.train.compile.step import PlannedStep
+from planner.train.distributed.ranks import agree
 from planner.train.distributed.wrappers import Unwrapped
 
 _MOST_PLANS = 32
@@ -89,9 +89,9 @@ class BatchPlans:
         Raises:
             PlannerError: its memory cannot be measured, or the processes' batches differ; or as in ``planner.compile``.
         """
-        key = self._build_key(batch)
-        check_same_sizes(self._wrapper.ranks, batch, key)
-        key = self._find_larger(key)
+        key = self._find_larger(self._build_key(batch))
+        if not (self._wrapper.can_replan and self.steps.has(key)):  # else the processes agree when the step is called
+            agree(self._wrapper.ranks, key, batch)
         step = self.steps.use(
             key, lambda: self._make_step(key, loss_fn, batch, optimizer, accumulate=accumulate, on_progress=on_progress)
         )

@@ -7,19 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
-import torch
-
-from graphs.errors import InfeasibleError, LimitError, PlannerError
-from planner.capture.signature import Batch, detach_batch, has_fewer_rows, list_leaves
+from graphs.errors import InfeasibleError, LimitError
+from planner.capture.signature import Batch, Shapes, detach_batch, format_shapes, has_fewer_rows, list_shapes
 from planner.settings.budget import Budget
 from planner.train.compile.lru import LRUCache
-from planner.train.distributed.ranks import SingleProcess
+from planner.train.distributed.ranks import agree
 from planner.train.distributed.wrappers import Unwrapped
 
 if TYPE_CHECKING:
     from planner.train.compile.step import PlannedStep
-
-Shapes = tuple[tuple[int, ...], ...]
 
 
 class SizePlans:
@@ -72,8 +68,10 @@ class SizePlans:
 
     def step(self, batch: Batch) -> "PlannedStep":
         """Return the step for `batch`; plan first if it has new sizes, which must be those of all processes."""
-        check_same_sizes(self._wrapper.together, batch)
-        return self._kept.use(self._build_key(batch), lambda: self._make_step(detach_batch(batch)))
+        key = self._build_key(batch)
+        if not self._kept.has(key):  # else the processes agree when it is called
+            agree(self._wrapper.together, key, batch)
+        return self._kept.use(key, lambda: self._make_step(detach_batch(batch)))
 
     def _build_key(self, batch: Batch) -> tuple[Hashable, Shapes]:
         return self._wrapper.mode, list_shapes(batch)
@@ -86,26 +84,6 @@ class SizePlans:
                 ", with whole gradients of several batches in memory (set_requires_gradient_sync)" * self._wrapper.sums_gradients
             )
             raise type(error)(f"for a batch of {format_shapes(batch)}{kept}: {error}") from error
-
-
-def list_shapes(batch: Batch) -> Shapes:
-    """Return the shape of each leaf of `batch`; () for a leaf that is no tensor."""
-    return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in list_leaves(batch))
-
-
-def format_shapes(batch: Batch) -> str:
-    """Return the shapes of the tensors of `batch` for messages."""
-    return ", ".join(str(list(leaf.shape)) for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor))
-
-
-def check_same_sizes(ranks: SingleProcess, batch: Batch, key: Hashable = None) -> None:
-    """Raise PlannerError if processes have other batches or keys: one that plans alone would wait for the others forever."""
-    if not ranks.is_same((key, list_shapes(batch))):
-        found = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(ranks.gather(format_shapes(batch))))
-        raise PlannerError(
-            f"the batches of the processes differ ({found}), but one plan is for all of them: pad to one length, and drop the "
-            "last batch"
-        )
 
 
 def is_smaller(shapes: Shapes, planned: Shapes) -> bool:

@@ -11,7 +11,7 @@ import torch
 from graphs.errors import MismatchError, NumberMismatchError, PlannerError, SmallerBatchError, UsageError
 from graphs.ir import Graph
 from graphs.short_tracebacks import shorten_traceback, warn_caller
-from planner.capture.signature import Batch, check_batch, detach_batch
+from planner.capture.signature import Batch, Shapes, check_batch, detach_batch
 from planner.plans.plan import Plan
 from planner.runtime.executor import Executor
 from planner.settings.option_settings import apply_recorded_options
@@ -20,7 +20,7 @@ from planner.show.report.page import write_pages
 from planner.show.views.plan_views import render_plan
 from planner.train.compile.eager_batches import fits_eager, has_earlier_gradients, release_for_eager
 from planner.train.compile.improvement import Consultation, PlanSwap
-from planner.train.compile.sizes import Shapes, SizePlans, is_smaller
+from planner.train.compile.sizes import SizePlans, is_smaller
 
 
 @dataclass(frozen=True, slots=True)

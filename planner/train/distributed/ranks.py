@@ -4,14 +4,15 @@ Each method is a collective: one rank that plans alone would wait for the others
 what they are about to do, and an error of one is raised on all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from graphs.errors import PlannerError
+from graphs.errors import MismatchError, NumberMismatchError, PlannerError
+from planner.capture.signature import Batch, format_shapes, list_shapes
 from planner.torch_private.distributed import collective_device
 from planner.train.distributed.failures import wait_for_others
 
@@ -50,6 +51,35 @@ class SingleProcess:
 
 
 ALONE = SingleProcess()
+
+
+def agree(ranks: SingleProcess, plan: Hashable, batch: Batch, error: MismatchError | None = None) -> None:
+    """Raise on all processes if what they are about to do differs: one that goes on alone would wait for the others for ever.
+
+    Args:
+        plan: what is run on `batch`, or what a plan is made for.
+        error: the refusal of the batch on this process.
+
+    Raises:
+        PlannerError: their batches have different sizes, or their plans differ.
+        MismatchError: some have refused the batch; a NumberMismatchError if all of them follow the change, and then together.
+    """
+    if ranks.is_same((plan, type(error), list_shapes(batch))):
+        return
+    told = ranks.gather((format_shapes(batch), None if error is None else (type(error), error.what)))
+    if len({shapes for shapes, _ in told}) > 1:
+        found = "; ".join(f"rank {rank}: {shapes}" for rank, (shapes, _) in enumerate(told))
+        raise PlannerError(
+            f"the batches of the processes differ ({found}), but one plan is for all of them: pad to one length, and drop the "
+            "last batch"
+        )
+    refused_by = [(rank, *refusal) for rank, (_, refusal) in enumerate(told) if refusal is not None]
+    advice = ": processes run each step together, so give all of them batches like the one that was planned for"
+    if not refused_by:
+        raise PlannerError(f"the plans of the processes for a batch of {told[0][0]} differ{advice}")
+    rank, _, what = refused_by[0]
+    followed = all(kind is NumberMismatchError for _, kind, _ in refused_by)
+    raise (NumberMismatchError if followed else MismatchError)(f"rank {rank}: {what}", advice)
 
 
 class Ranks(SingleProcess):

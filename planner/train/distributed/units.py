@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from graphs.errors import MismatchError, NumberMismatchError, PlannerError, TraceError
+from graphs.errors import MismatchError, PlannerError, TraceError
+from planner.capture.signature import Batch
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.sharding import Unsharded
 from planner.torch_private.core import FakeTensorMode, get_local_tensor, pytree
@@ -32,7 +33,7 @@ from planner.torch_private.fsdp import (
     set_gradient_sum,
 )
 from planner.train.distributed.collectives import Addition, Gather, Packed, Reduction
-from planner.train.distributed.ranks import SingleProcess
+from planner.train.distributed.ranks import SingleProcess, agree
 
 T = TypeVar("T")
 
@@ -345,28 +346,19 @@ class Sharding(Unsharded):
             for (parameters, name, _), parameter in zip(self._places, sharded, strict=True):
                 parameters[name] = parameter
 
-    def agree(self, check: Callable[[], T]) -> T:
+    def agree(self, plan: Hashable, batch: Batch, check: Callable[[], T]) -> T:
         """Return the result of `check` if it passes on all processes, before a step issues a collective.
 
         Raises:
-            MismatchError: it has refused the batch on one of them; a NumberMismatchError or a SmallerBatchError if all that have
-                refused it follow the change, and then together.
+            MismatchError, PlannerError: as `agree` of the processes.
         """
-        error: MismatchError | None = None
         try:
             found = check()
-        except MismatchError as mismatch:
-            error = mismatch
-        if self._ranks.is_same(type(error)):
-            if error is not None:
-                raise error
-            return found
-        told = self._ranks.gather(None if error is None else (type(error), error.what))
-        refused_by = {rank: said for rank, said in enumerate(told) if said is not None}
-        followed = all(kind is NumberMismatchError for kind, _ in refused_by.values())
-        rank, (_, what) = next(iter(refused_by.items()))
-        advice = ": processes run each step together, so give all of them batches like the one that was planned for"
-        raise (NumberMismatchError if followed else MismatchError)(f"rank {rank}: {what}", advice)
+        except MismatchError as error:
+            agree(self._ranks, plan, batch, error)
+            raise
+        agree(self._ranks, plan, batch)
+        return found
 
     def unwrap(self, static: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return `static` with local tensors in place of DTensors, and the sharding of each; None for other tensors."""

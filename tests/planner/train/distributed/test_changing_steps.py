@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import planner
 from graphs.errors import MismatchError, PlannerError, TraceError
+from planner.train.distributed.ranks import Ranks
 from tests.support.distributed import on_processes
 
 SETTINGS: dict[str, Any] = {"passes": 1, "tolerance": 0.05, "swap": "never", "wait": 0.2, "compare_eager": False}
@@ -133,6 +134,14 @@ def check_replanning(rank: int) -> None:
     pair = Pair(rank, Changing(), dynamic=True)
     for rows in (8, 16, 3, 8):
         pair.train(make_batch(rank, rows=rows))
+    with pytest.MonkeyPatch.context() as patch:
+        compared: list[object] = []
+        patch.setattr(Ranks, "is_same", lambda _, value, is_same=Ranks.is_same: compared.append(value) or is_same(_, value))
+        pair.train(make_batch(rank, rows=16))
+        assert len(compared) == 1  # as in a step of one size
+    with pytest.raises(PlannerError, match=r"batches of the processes differ \(rank 0: \[8, 12\], \[8, 12\]; rank 1: \[5, 12\]"):
+        pair.step(*make_batch(rank, rows=5 if rank else 8))
+    pair.train(make_batch(rank))
 
 
 def test_steps_that_change_are_followed_by_all_processes(tmp_path: Path) -> None:

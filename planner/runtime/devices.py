@@ -12,7 +12,6 @@ from graphs.errors import CopyError, DeviceError, GraphError, PlannerError
 from graphs.ir import Graph
 from graphs.options.placement import is_between_devices, list_devices
 from graphs.pools import HOST
-from planner.runtime.transfers.calls import CallChannel, CallTransfer
 from planner.runtime.transfers.channels import HostChannels, open_channel
 from planner.runtime.transfers.cuda_channels import StreamChannel
 from planner.runtime.transfers.host_memory import HostMemory
@@ -21,7 +20,7 @@ from planner.runtime.transfers.transfers import DeviceMemory, Transfer, Transfer
 from planner.runtime.transfers.workers import ThreadedCall, Worker
 from planner.settings.other_devices import NamedDevice, parse_device
 
-Part = Callable[[Sequence[Transfer | CallTransfer]], Any]  # the work of a device in a pass, with the transfers of that pass
+Part = Callable[[Sequence[Transfer]], Any]  # the work of a device in a pass, with the transfers of that pass
 Around = Callable[[Callable[[], object]], object]
 
 
@@ -49,7 +48,7 @@ class Devices:
             for pool in self.pools[1:]
             if self.places[pool.name].type == "cuda"
         }
-        self.channels: dict[str, ThreadChannel | StreamChannel | CallChannel] = {}
+        self.channels: dict[str, ThreadChannel | StreamChannel] = {}
         self.host: HostMemory | None = None
         if (host := next((pool for pool in graph.pools if pool.name == HOST), None)) is not None:
             channels = HostChannels(main, host.capacity_bytes) if channels is None else channels
@@ -57,10 +56,7 @@ class Devices:
             self.channels |= channels.by_stream
         for stream, (source, target) in {op.stream: graph.ends(op) for op in graph.ops if is_between_devices(graph, op)}.items():
             place = self.places[target]
-            if source == target:
-                self.channels[stream] = CallChannel(stream, place)
-            else:
-                self.channels[stream] = open_channel(stream, self.places[source], place, DeviceMemory(place))
+            self.channels[stream] = open_channel(stream, self.places[source], place, DeviceMemory(place))
         self._issuing = threading.Lock()
         self._around: dict[str, Around] = {}
 
@@ -139,7 +135,7 @@ class _RunningPass:
         error: the first error on any thread.
     """
 
-    def __init__(self, transfers: tuple[Transfer | CallTransfer, ...]) -> None:
+    def __init__(self, transfers: tuple[Transfer, ...]) -> None:
         self.transfers = transfers
         self.error: BaseException | None = None
         self._failing = threading.Lock()

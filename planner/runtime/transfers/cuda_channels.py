@@ -104,7 +104,7 @@ class StreamTransfer(Transfer):
         self.launched: _Launched | None = None
         self._channel = channel
         # The ends on devices, until the computation there has waited for the copy; and the stream that it is on, for CUDA.
-        self._held: dict[bool, tuple[torch.Tensor, torch.cuda.Stream | None]] = {}
+        self._held: dict[bool, tuple[torch.Tensor | Callable[[], None], torch.cuda.Stream | None]] = {}
         self._given: list[torch.cuda.Event] = []
 
     @property
@@ -140,14 +140,14 @@ class StreamTransfer(Transfer):
                 copy.make_wait(stream)
             else:
                 copy.finish()
-        values, room = self._take_ends()
         with torch.cuda.stream(stream):
-            room.copy_(values, non_blocking=True)
+            self._run(partial(torch.Tensor.copy_, non_blocking=True))
         event = stream.record_event(torch.cuda.Event(enable_timing=self._channel.timed))
         return _Launched(event, part)
 
-    def _hold(self, end: torch.Tensor, *, at_target: bool) -> None:
-        stream = torch.cuda.current_stream(end.device) if end.is_cuda else None
+    def _hold(self, end: torch.Tensor | Callable[[], None], *, at_target: bool) -> None:
+        device = end.device if isinstance(end, torch.Tensor) else self._channel.stream.device
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         if stream is not None:
             self._given.append(stream.record_event())
         self._held[at_target] = end, stream
@@ -156,8 +156,7 @@ class StreamTransfer(Transfer):
         launched = self.copy()
         end, stream = self._held.pop(at_target, (None, None))
         if stream is not None:
-            assert end is not None
-            launched.make_wait(torch.cuda.current_stream(end.device))
+            launched.make_wait(torch.cuda.current_stream(stream.device))
         elif end is not None:
             launched.finish()
 

@@ -13,7 +13,7 @@ from planner.runtime.transfers.workers import Worker
 
 
 class ThreadChannel:
-    """A channel with a thread that copies."""
+    """A channel with a thread."""
 
     def __init__(self, name: str, target: PoolMemory) -> None:
         """Initialize the channel called `name`, as in ``device to host``, to the memory `target`."""
@@ -70,13 +70,12 @@ class ThreadTransfer(Transfer):
         for copy in self._behind:
             wait_for_end(copy)
         self._after = self._behind = ()
-        values, room = self._take_ends()
-        # As arrays: PyTorch would use several threads for each copy.
-        np.copyto(room.numpy(), values.numpy())
+        with torch.no_grad():  # and copies as arrays: PyTorch would use several threads for each
+            self._run(lambda room, values: np.copyto(room.numpy(), values.numpy()))
         self._ended_s = time.perf_counter()
 
-    def _hold(self, end: torch.Tensor, *, at_target: bool) -> None:
-        """Do nothing: memory of the CPU is held until the copy has ended."""
+    def _hold(self, end: torch.Tensor | Callable[[], None], *, at_target: bool) -> None:
+        """Do nothing: memory of the CPU is held until the copy has ended, or the call is waited for."""
 
     def _wait(self, *, at_target: bool) -> None:
         del at_target

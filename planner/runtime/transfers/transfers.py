@@ -5,8 +5,12 @@ the target calls ``take``, and ``wait_for_arrival`` before the tensor is read or
 the device at the other end calls for both. A copy starts once it has both ends, after the earlier copies of its channel; so on
 each channel the copies of a pass are made in the order of the schedule. These are the waits in ``graphs.clocks``.
 
-Copies to the host and copies between devices were two mechanisms before, each with its own writer of passes and bookkeeping. One
-took their place, in which the host is a device that computes nothing.
+A collective of several processes is a transfer whose ends are in one place. The thread that computes calls ``start``, which takes
+all its memory, and ``finish``, which lets go of it. So what a step holds at each point does not depend on when it ends. On a CUDA
+stream that has run on a stand-in only, with neither a GPU nor NCCL.
+
+Copies to the host, copies between devices and collectives were mechanisms of their own before. One took their place, in which the
+host is a device that computes nothing.
 """
 
 import threading
@@ -17,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graphs.errors import CopyError
+from graphs.errors import CopyError, PlannerError
 from graphs.units import format_bytes
 from planner.runtime.transfers.host_memory import Copy, HostBytes, HostTensor, StorageLayout
 from planner.runtime.transfers.workers import LOOK_S, is_dead
@@ -45,8 +49,15 @@ class DeviceMemory:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
 
+class Begins(Protocol):
+    """A function that can be called in two parts."""
+
+    def begin(self, given: Any) -> tuple[Any, Callable[[], None]]:
+        """Return the memory of the result, and the function that fills it."""
+
+
 class Transfer(ABC):
-    """A copy of one tensor from one pool to another. It holds neither the ends nor the pool once it is done.
+    """A copy of one tensor from one pool to another, or a call. It holds neither the ends nor the pool once it is done.
 
     Attributes:
         layout: layout of the tensor within the copied bytes; None until it is copied.
@@ -66,10 +77,19 @@ class Transfer(ABC):
         self._target: torch.Tensor | HostBytes | None = None
         self._memory: PoolMemory | None = target
         self._name, self._look = name, look
+        self._fill: Callable[[], None] | None = None  # makes the call, and holds its memory
         self._made_by: Transfer | None = None
         self._missing_ends, self._giving = 2, threading.Lock()
         self._known = threading.Event()  # set once the transfer has ended or, on a stream, is launched
         self._error: BaseException | None = None
+
+    def start(self, function: Begins, given: Any) -> Any:
+        """Issue the call of `function`; return its result, which is not filled before ``finish``."""
+        result, self._fill = function.begin(given)
+        self._hold(self._fill, at_target=False)
+        self._missing_ends = 0
+        self._start((), ())
+        return result
 
     def send(self, tensor: "torch.Tensor | HostTensor", made_by: "Transfer | None" = None) -> None:
         """Provide `tensor` as the source.
@@ -111,8 +131,9 @@ class Transfer(ABC):
         return self.layout.view_in(taken)
 
     def finish(self) -> None:
-        """Wait for the copy at the source; raise CopyError if it has failed, or the pass."""
+        """Wait for the copy at the source, or for the call and let go of its memory; raise if it has failed, or the pass."""
         self._wait(at_target=False)
+        self._fill = None
 
     def stop(self) -> None:
         """Release all waiting threads after a failed pass, unless the copy has been started and ends by itself."""
@@ -143,8 +164,8 @@ class Transfer(ABC):
         """
 
     @abstractmethod
-    def _hold(self, end: torch.Tensor, *, at_target: bool) -> None:
-        """Note one of the ends on a device, in the thread that computes there."""
+    def _hold(self, end: torch.Tensor | Callable[[], None], *, at_target: bool) -> None:
+        """Note one of the ends on a device, or the call, in the thread that computes there."""
 
     @abstractmethod
     def _wait(self, *, at_target: bool) -> None:
@@ -174,6 +195,14 @@ class Transfer(ABC):
             if host is not None:
                 host.copies.append(started)
 
+    def _run(self, copy: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        """Make the call, or `copy` the bytes to their target."""
+        if self._fill is not None:
+            self._fill()
+        else:
+            values, room = self._take_ends()
+            copy(room, values)
+
     def _take_ends(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the bytes to copy, and where to, and let go of both ends; raise CopyError if the tensor does not fit there."""
         source, target = self._source, self._target
@@ -201,16 +230,16 @@ class Transfer(ABC):
         self._known.set()
 
     def _wait_until_known(self) -> None:
+        what = f"a {'copy from' if self._fill is None else 'call of'} {self._name}"
         while not self._known.wait(LOOK_S):
             self._look()
             if is_dead(self.thread) and not self._known.is_set():
-                raise CopyError(f"a copy from {self._name} was not made: its thread has died; the step can be tried again")
-        if (error := self._error) is not None:
-            if isinstance(error, TransferStoppedError):
-                raise TransferStoppedError
-            # A new one each time, without the frames of earlier waiters.
-            said = f"a copy from {self._name} failed: {type(error).__name__}: {error}; the step can be tried again"
-            raise CopyError(str(error) if isinstance(error, CopyError) else said) from error
+                raise CopyError(f"{what} was not made: its thread has died; the step can be tried again")
+        # A new one each time, without the frames of earlier waiters.
+        if isinstance(error := self._error, PlannerError):
+            raise type(error)(str(error)) from error
+        if error is not None:
+            raise CopyError(f"{what} failed: {type(error).__name__}: {error}; the step can be tried again") from error
 
 
 def copy_tensor(tensor: torch.Tensor, size_bytes: int, device: torch.device) -> torch.Tensor:

@@ -15,10 +15,9 @@ from planner.capture.trace import capture
 from planner.measure.pool_memory import measure_peak
 from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor
-from planner.runtime.transfers.calls import CallChannel
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.cuda_channels import StreamChannel, StreamTransfer
-from planner.runtime.transfers.transfers import Transfer
+from planner.runtime.transfers.transfers import DeviceMemory, Transfer
 from planner.settings.plan import PlanSettings
 from tests.support.budgets import assert_is_peak
 from tests.support.cuda_device import Order, cuda_device, on_device
@@ -175,7 +174,7 @@ class Doubling:
 @pytest.mark.parametrize("seed", range(3))
 def test_calls_on_a_stream_start_behind_the_computation_and_are_waited_for(order: Order, seed: int) -> None:
     with cuda_device(order=order, seed=seed):
-        channel = CallChannel("collectives", CUDA)
+        channel = StreamChannel("collectives", CUDA, DeviceMemory(CUDA))
         value = torch.ones(1000, device=CUDA)
         for turn in range(5):
             call = channel.transfer()

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
+from itertools import dropwhile
 from random import Random
 from traceback import walk_tb
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
+from torch import fx
 from torch._C._dynamo.guards import GuardManager  # checks a value, and those in it
 from torch._dynamo import (
     config as dynamo_config,  # settings of the capture
@@ -42,6 +44,7 @@ from torch._dynamo.exc import (
     ObservedAttributeError,  # the captured code reads an attribute that is missing
     TorchDynamoException,  # its messages need no class name
     TorchRuntimeError,
+    unimplemented,  # breaks the graph
 )
 from torch._dynamo.functional_export import (
     DynamoBytecodeFlatten,  # finds the inputs of the captured graph, starting from the step
@@ -239,6 +242,40 @@ def _call_with_tuples(names: Sequence[str], call: Any, function: Any, tx: Any, a
         if name in given:
             given[name] = _make_tuple(tx, given[name].realize())
     return call(function, tx, [given.pop(name) for name in names[:2]], given)
+
+
+def follow_removed_hooks() -> None:
+    """Make Dynamo follow ``handle.remove()`` for hooks of tensors that captured code makes, where it fails in an assertion.
+
+    The node that registers such a hook is the handle's place in the list of hooks that Dynamo keeps.
+    """
+    wrap_for_good(*find_tensor_method("register_hook"), _register_and_note)
+    wrap_for_good(SideEffects, "remove_hook", _remove_noted)
+
+
+def _register_and_note(register: Any, tensor: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    handle = register(tensor, tx, *args, **kwargs)
+    if isinstance(handle, RemovableHandleVariable) and tensor.source is None:
+        handle.idx = tensor.as_proxy().node
+    return handle
+
+
+def _remove_noted(remove: Callable[..., None], effects: SideEffects, place: Any) -> None:
+    if not isinstance(place, fx.Node):
+        return remove(effects, place)
+    if torch.autograd.grad in {node.target for node in dropwhile(lambda node: node is not place, place.graph.nodes)}:
+        unimplemented(
+            gb_type="a hook is removed after torch.autograd.grad, which may have called it",
+            context="",
+            explanation="register it behind that call, or remove it before",
+            hints=[],
+        )
+    place.target, place.args = _return_tensor, place.args[:1]
+    return None
+
+
+def _return_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def read_legacy_variables() -> None:

@@ -29,6 +29,7 @@ from planner.torch_private.patches import wrap
 private.read_names_of_torch()
 private.read_arguments_of_gradients()
 private.read_legacy_variables()
+private.follow_removed_hooks()
 
 EndOfCapture = Callable[[Any, Any], object]  # called with the translator of a frame and the graph that was made of it
 

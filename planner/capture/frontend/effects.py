@@ -26,7 +26,7 @@ from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.python_state import make_restore_items
 from planner.capture.frontend.source_lines import is_our_code
 from planner.capture.guards.names import Scope, build_accessor, is_of_torch, make_readable
-from planner.torch_private.capture import SideEffects, get_constant_key, get_source_name
+from planner.torch_private.capture import RemovableHandleVariable, SideEffects, get_constant_key, get_source_name
 from planner.torch_private.patches import wrap
 
 _Change = Literal["never", "once", "always"]
@@ -182,7 +182,7 @@ def check_effects(
         if change != "always" or (effect in counted and effect.number is not None):
             continue
         name = make_readable(effect.name, local, scope)
-        if effect.is_read(guarded):
+        if effect.is_read(guarded) and not isinstance(effect.value, RemovableHandleVariable):  # a hook is of its step alone
             message = (
                 f"{name} changes at every step{effect.where}, and the step reads it: in a plan it would stay as it is now. Make "
                 "it a tensor that is changed in place (a buffer, with add_), pass it with the batch as a tensor, or change it "

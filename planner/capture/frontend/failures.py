@@ -45,6 +45,10 @@ _ANSWERS: dict[str, str] = {
         "{where} calls the operator {name}, and there is no rule for the sizes of what it returns: register one "
         "(torch.library.register_fake)"
     ),
+    r"Tensor\.retain_grad\(\)": (
+        "{where} calls retain_grad(), and a planned step sets no grad of what it computes: take the gradient in a hook, as in "
+        "hidden.register_hook(self.gradients.append), or {on}"
+    ),
     r"torch/distributions/\w+\.py": (
         "{where} makes a distribution that checks its arguments, which a plan cannot do: leave out validate_args=True, or {on}"
     ),

@@ -68,7 +68,7 @@ class GradientHooks:
             TraceError: a hook reads what the step computes.
         """
         for hook in self.registered:
-            if hook.output is output:
+            if hook.output is output and output.graph.find_nodes(op="call_function", target=hook.register):  # not removed again
                 try:
                     hook.find = build_finder(hook.output, hook.variable)
                 except TraceError as error:
@@ -169,10 +169,12 @@ def _follow_or_call(later: LaterValues, hooks: GradientHooks, follow: Any, tenso
                 if tensor.source is not None:
                     raise
         later.call_at(location)
+    if isinstance(hook, private.GetAttrVariable):  # a method of a container, whose present items do not matter
+        later.read_owner_later(hook.obj.source)
     made = _TensorHook(hooks, tx.output, hook, format_location(find_current_line()))
     hooks.registered.append(made)
     proxy = tensor.as_proxy()
     tensor.proxy = proxy.tracer.create_proxy("call_function", made.register, (proxy,), {})
     tensor.proxy.node.meta["example_value"] = proxy.node.meta["example_value"]
     tensor.synchronize_attributes(tx)
-    return private.RemovableHandleVariable(mutation_type=private.ValueMutationNew())
+    return private.RemovableHandleVariable(mutation_type=private.ValueMutationNew(), idx=tensor.proxy.node)

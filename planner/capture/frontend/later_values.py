@@ -168,6 +168,7 @@ class LaterValues:
     _tried: set[_Location] = field(default_factory=set)  # where statements begin that are tried after the step
     _needed: set[Any] = field(default_factory=set)  # names and instructions whose values the step needs
     _refuses: bool = False  # whether all are needed
+    _records: bool = True
     _learned: bool = False
     _output: private.OutputGraph | None = None
     _tensors: list[Any] = field(default_factory=list)
@@ -198,8 +199,8 @@ class LaterValues:
 
     @contextmanager
     def refuse(self) -> Iterator[None]:
-        """Take no value later."""
-        with patch.object(self, "_refuses", True):
+        """Take no value later, and raise an error where one is used."""
+        with patch.object(self, "_refuses", True), patch.object(self, "_records", False):
             yield
 
     def call_at(self, location: _Location) -> None:
@@ -209,6 +210,8 @@ class LaterValues:
 
     def record(self, tx: Any, function: Callable[..., Any], args: Iterable[Any], kwargs: Any = None) -> LaterVariable:
         """Record a call, and return the variable of its result."""
+        if not self._records:
+            raise TraceError("a hook uses a value that is known after the step")
         self._follow(tx.output)
         self._try_whole(tx, function, args)
         given, origins = self._convert_all(tx, function, args, kwargs or {})
@@ -232,7 +235,9 @@ class LaterValues:
     def read(self, builder: Any, name: str, value: object) -> LaterVariable:
         """Return the variable of an object that is read after the step."""
         self._follow(builder.tx.output)
-        return self._add(_get, (Place(build_accessor(name)),), {}, self._read[name], value)
+        found = self._add(_get, (Place(build_accessor(name)),), {}, self._read[name], value)
+        found.source = builder.source
+        return found
 
     def read_tensor(self, tx: Any, function: Callable[..., Any], tensor: Any, args: Any, kwargs: Any) -> LaterVariable | None:
         """Return the variable of a value that is taken out of a tensor; None if the step needs it."""

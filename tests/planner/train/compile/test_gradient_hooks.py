@@ -23,6 +23,7 @@ class Hooked(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6))
         self.last: torch.Tensor | None = None
+        self.found: list[torch.Tensor] = []
         self.scale = 0.5
         for i, layer in enumerate(self.layers[:3]):
             layer.register_full_backward_hook(partial(note_call, i))
@@ -39,6 +40,10 @@ class Hooked(nn.Module):
                 x.register_hook(self.keep)
             elif i == 2:
                 x.register_hook(self.normalize)
+            elif i == 4:
+                for handle in (x.register_hook(lambda gradient: 3 * gradient), x.register_hook(SEEN.append)):
+                    handle.remove()
+                x.register_hook(self.found.append)
             i_last = i
         return x.square().mean()
 
@@ -74,6 +79,61 @@ def test_hooks_are_called_as_in_eager_pytorch() -> None:
 
 def describe(seen: Any) -> Any:
     return tuple(map(describe, seen)) if isinstance(seen, tuple) else seen.tolist() if isinstance(seen, torch.Tensor) else seen
+
+
+@pytest.mark.parametrize("entry", ["compile", "checkpoint", "backend"])
+@pytest.mark.filterwarnings("ignore:model.handle is set by the step")
+def test_hooks_that_a_step_removes_are_not_called(entry: str) -> None:
+    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
+        hidden = model.layer(x).tanh()
+        handle = hidden.register_hook(lambda gradient: -gradient)
+        handle.remove()
+
+        def remove_and_double(gradient: torch.Tensor) -> torch.Tensor:
+            if model.handle is not None:
+                model.handle.remove()
+            return 2 * gradient
+
+        if entry == "compile":  # no graph holds it, and Dynamo captures nothing of the model
+            model.handle = hidden.register_hook(remove_and_double)
+        return hidden.square().mean()
+
+    torch.manual_seed(0)
+    model, x = FunctionModule(run, layer=nn.Linear(4, 4), handle=None), torch.randn(4, 4)
+    (wanted,) = torch.autograd.grad(model(x), model.layer.weight)
+    assert (model.handle is None) is (entry != "compile")
+    model.handle = None
+    options: dict[str, Any] = {"budget": "100%", "wait": 0.1}
+    step = torch.compile(model, backend="planner", options=options) if entry == "backend" else model
+    if entry == "checkpoint":
+        planner.checkpoint(model, **options)
+    if entry == "compile":
+        step = planner.compile(model, None, (x,), **options, on_progress=False)
+    step(x).backward()
+    assert torch.equal(model.layer.weight.grad, wanted)
+
+
+def remove_after_use(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.layer(x).tanh()
+    handle = hidden.register_hook(lambda gradient: 2 * gradient)
+    (slope,) = torch.autograd.grad(hidden.square().sum(), hidden, create_graph=True)
+    handle.remove()
+    return slope
+
+
+def retain(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.hidden = model.layer(x).tanh()
+    model.hidden.retain_grad()
+    return model.hidden
+
+
+@pytest.mark.parametrize(
+    ("run", "said"), [(remove_after_use, "hook is removed after torch.autograd.grad"), (retain, r"take the gradient in a hook")]
+)
+def test_what_a_plan_does_not_do_around_hooks_raises(run: Callable[..., torch.Tensor], said: str) -> None:
+    model = FunctionModule(lambda m, x: run(m, x).square().mean(), layer=nn.Linear(4, 4))
+    with pytest.raises(TraceError, match=said):
+        planner.trace(model, None, (torch.randn(4, 4),), passes=1)
 
 
 def keep_by_tensor(model: Any, x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.marks import slow
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -50,14 +52,12 @@ def test_the_changelog_has_the_version() -> None:
     [
         ("torch", "import planner; planner.compile", "needs PyTorch"),
         ("torch", "import planner.huggingface", "needs PyTorch"),
-        pytest.param(
-            "transformers", "import planner.huggingface", "pip install 'remat-planner[huggingface]'", marks=pytest.mark.slow
-        ),
         (
             "lightning",
             "sys.modules['pytorch_lightning'] = None; import planner.lightning",
             "pip install 'remat-planner[lightning]'",
         ),
+        *slow(("transformers", "import planner.huggingface", "pip install 'remat-planner[huggingface]'")),
     ],
 )
 def test_a_missing_package_is_one_line(missing: str, code: str, way: str) -> None:
@@ -72,13 +72,14 @@ def test_a_missing_package_is_one_line(missing: str, code: str, way: str) -> Non
     [
         ("torch", ["trace", "zoo:mlp", "-o", "graph.json"], "needs PyTorch"),
         ("torch", ["advise", "zoo:mlp"], "needs PyTorch"),
-        pytest.param(
-            "matplotlib",
-            ["curve", "graph.json", "-o", "curve.csv", "--plot", "curve.png"],
-            "pip install 'remat-planner[plots]'",
-            marks=pytest.mark.slow,
-        ),
         ("distributed", ["curve", "graph.json", "-o", "curve.csv", "--cluster", "tcp://localhost:1"], "remat-planner[cluster]"),
+        *slow(
+            (
+                "matplotlib",
+                ["curve", "graph.json", "-o", "curve.csv", "--plot", "curve.png"],
+                "pip install 'remat-planner[plots]'",
+            )
+        ),
     ],
 )
 def test_missing_package_prints_the_install_command(missing: str, arguments: list[str], way: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.random_graphs import KINDS, STUDY, Row, draw_case, is_wrong, judge, main, solve_case
+from tests.support.marks import slow
 
 ROW = Row(kind="plain", seed=1, ops=5, budget_bytes=100, status="feasible", time_s=2.0, bound_s=1.5, peak_bytes=90, steps=12)
 
@@ -36,7 +37,7 @@ def test_a_proof_that_nothing_fits_is_better_than_a_bound() -> None:
     assert judge(infeasible, unsolved) == "worse"
 
 
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(650, marks=pytest.mark.slow), 769])
+@pytest.mark.parametrize("seed", [769, *slow(0, 650)])
 def test_results_of_the_forward_pass_are_waited_for(seed: int) -> None:
     (row,) = solve_case(("devices", seed))
     assert not is_wrong(row)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.distributed import on_two
+from tests.support.marks import slow
 from tests.support.memory_limits import front_ends
 from tests.support.processes import run_apart
 
@@ -32,7 +33,7 @@ _ELSEWHERE = (
 )
 
 
-@pytest.mark.parametrize("check", ["compiled", *(pytest.param(check, marks=pytest.mark.slow) for check in _ELSEWHERE)])
+@pytest.mark.parametrize("check", ["compiled", *slow(*_ELSEWHERE)])
 def test_front_ends_train_exactly_under_a_memory_cap(check: str) -> None:
     run_alone(check)
 

@@ -20,6 +20,7 @@ from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Ending, Result, Status
 from tests.support.graphs.small_graphs import of_four_sizes
+from tests.support.marks import slow
 from tests.support.solvers.brute_force import fastest
 
 MIB = 2**20
@@ -56,7 +57,7 @@ def mixed(device: str = "h200") -> Graph:
     return replace(plain, tensors=tensors, provenance={"device": device})
 
 
-@pytest.mark.parametrize("share", [pytest.param(80, marks=pytest.mark.slow), 60, 50])
+@pytest.mark.parametrize("share", [60, 50, *slow(80)])
 def test_plans_in_an_arena_are_within_their_budget_and_no_slower(share: int) -> None:
     graph = mixed()
     plain, plan = (solve(graph, f"{share}%", work_limit=6.0, arena=arena) for arena in (False, True))

@@ -17,6 +17,7 @@ from planner.measure.steps import measure_outcome  # noqa: E402
 from planner.runtime.executor import Executor  # noqa: E402
 from planner.torch_private.capture import FOLLOWS_COPIES  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402
+from tests.support.marks import slow  # noqa: E402
 from tests.support.models.steps import random_schedule  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("half_way")]
@@ -87,18 +88,7 @@ def vit() -> Case:
     }
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(gpt2, marks=pytest.mark.slow),
-        pytest.param(llama, marks=pytest.mark.slow),
-        unmasked,
-        bert,
-        pytest.param(t5, marks=pytest.mark.slow),
-        pytest.param(vit, marks=pytest.mark.slow),
-    ],
-    ids=lambda make: make.__name__,
-)
+@pytest.mark.parametrize("make", [unmasked, bert, *slow(gpt2, llama, t5, vit)], ids=lambda make: make.__name__)
 def test_a_random_schedule_is_exact(make: Callable[[], Case]) -> None:
     torch.manual_seed(0)
     model, batch = make()
@@ -135,7 +125,7 @@ def test_gpt2_is_planned_in_one_call() -> None:
     assert all(torch.equal(a, p.grad) for a, p in zip(planned, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("make", [pytest.param(gpt2, marks=pytest.mark.slow), llama], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [llama, *slow(gpt2)], ids=lambda make: make.__name__)
 def test_a_compiled_model_is_exact(make: Callable[[], Case]) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -20,6 +20,7 @@ from planner.train.compile.step import PlannedStep
 from tests.support.budgets import HALF_WAY
 from tests.support.integrations.lightning import QUICK, Module, batches, pl, trained
 from tests.support.logs import lines_of
+from tests.support.marks import slow
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("half_way")]
 
@@ -75,11 +76,7 @@ class Penalized(Module):
 
 
 @pytest.mark.parametrize("make", [Module, Returning, OtherOptimizer, Penalized])
-@pytest.mark.parametrize(
-    "more",
-    [{}, pytest.param({"accumulate_grad_batches": 2, "precision": "bf16-mixed"}, marks=pytest.mark.slow)],
-    ids=["plain", "mixed"],
-)
+@pytest.mark.parametrize("more", [{}, *slow({"accumulate_grad_batches": 2, "precision": "bf16-mixed"})], ids=["plain", "mixed"])
 def test_trains_as_lightning_alone(make: type, more: dict[str, Any], tmp_path: Path) -> None:
     eager, eager_logs = trained(make(), tmp_path, **more)
     callback = PlannedTraining(HALF_WAY, **QUICK)

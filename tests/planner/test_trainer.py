@@ -26,6 +26,7 @@ from tests.support.integrations.huggingface import (
     transformers,
 )
 from tests.support.logs import lines_of
+from tests.support.marks import slow
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("half_way")]
 
@@ -129,7 +130,7 @@ def test_half_precision_is_part_of_the_plan(tmp_path: Path) -> None:
     assert_same(planned, trained(transformers.Trainer, tmp_path, data, bf16=True, max_steps=2))
 
 
-@pytest.mark.parametrize("accumulated", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulated", [1, *slow(2)])
 def test_a_smaller_last_batch_runs_without_a_plan(accumulated: int, tmp_path: Path) -> None:
     data, more = sentences(10), {"max_steps": 4, "gradient_accumulation_steps": accumulated}  # batches of 4, 4 and 2 rows
     eager = trained(transformers.Trainer, tmp_path, data, **more)
@@ -200,10 +201,7 @@ class PlannedWeighted(PlannedTrainerMixin, Weighted):
 
 @pytest.mark.parametrize(
     ("eager", "planned", "options"),
-    [
-        (Weighted, PlannedWeighted, {}),
-        pytest.param(transformers.Trainer, PlannedTrainer, {"compute_loss_func": summed}, marks=pytest.mark.slow),
-    ],
+    [(Weighted, PlannedWeighted, {}), *slow((transformers.Trainer, PlannedTrainer, {"compute_loss_func": summed}))],
     ids=["overridden", "function"],
 )
 def test_a_loss_of_your_own(eager: type, planned: type, options: dict[str, Any], tmp_path: Path) -> None:

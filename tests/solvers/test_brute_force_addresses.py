@@ -20,12 +20,13 @@ from solvers.clock import WorkClock
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
 from solvers.windows import solve
+from tests.support.marks import slow
 from tests.support.solvers.answers import SLACK, TOLERANCE, ask
 from tests.support.solvers.brute_force import may_repeat
 
 FEW = settings(max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 MANY = settings(FEW, max_examples=2000)
-SEEDS = [5, 8, 9, 23, 29, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 3, 12, 15, 19))]
+SEEDS = [5, 8, 9, 23, 29, *slow(0, 3, 12, 15, 19)]
 CASES = {
     "seed": st.integers(0, 10**6),
     "ops": st.integers(2, 6),

@@ -11,13 +11,14 @@ from graphs.synthetic.random_graphs import draw_options, draw_overwriting
 from solvers.bounds import bound_least_budget
 from solvers.problem import build_problem
 from solvers.windows import solve
+from tests.support.marks import slow
 from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check_answer, check_models, check_optimum
 from tests.support.solvers.brute_force import fastest, fastest_with_options
 
 SEEDS = [
     range(50),
-    *(pytest.param(range(first, first + 50), marks=pytest.mark.slow) for first in (50, 100)),
-    *(pytest.param(range(first, first + 250), marks=pytest.mark.slow) for first in range(1000, 5000, 250)),
+    *slow(range(50, 100), range(100, 150)),
+    *slow(*(range(first, first + 250) for first in range(1000, 5000, 250))),
 ]
 
 

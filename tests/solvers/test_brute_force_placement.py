@@ -21,12 +21,13 @@ from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
 from tests.support.graphs.options import check_by_both_judges, in_two_passes, random_placement
 from tests.support.graphs.random_choices import BESIDE, any_schedule, around, found_in_a_step
+from tests.support.marks import slow
 from tests.support.solvers.brute_force_placement import fastest_overlapped
 
 CLOSE = 1e-6
 SEEDS = [
     range(30),
-    *(pytest.param(range(first, first + 100), marks=pytest.mark.slow) for first in range(100, 1000, 100)),
+    *slow(*(range(first, first + 100) for first in range(100, 1000, 100))),
 ]
 
 
@@ -65,7 +66,7 @@ def test_relaxations_in_one_window_and_in_all_are_no_higher_than_the_best_schedu
     assert seen["proved infeasible"] >= 2 and 2 * seen["exact"] >= seen["feasible"] >= len(seeds), seen
 
 
-@pytest.mark.parametrize("seeds", [range(1000, 1010), pytest.param(range(1000, 1030), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(1000, 1010), *slow(range(1000, 1030))], ids=str)
 def test_solve_with_placement_agrees_with_brute_force(seeds: range) -> None:
     seen: Counter[str] = Counter()
     for seed in seeds:

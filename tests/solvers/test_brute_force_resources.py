@@ -16,6 +16,7 @@ from solvers.problem import build_problem
 from solvers.windows import solve
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
+from tests.support.marks import slow
 from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check_answer, check_models, check_optimum
 from tests.support.solvers.brute_force import fastest_with_options
 
@@ -29,8 +30,8 @@ def with_variances(graph: Graph, draw: random.Random, resource: str = VARIANCE) 
 
 SEEDS = [
     range(25),
-    pytest.param(range(25, 50), marks=pytest.mark.slow),
-    *(pytest.param(range(first, first + 250), marks=pytest.mark.slow) for first in range(1000, 5000, 250)),
+    *slow(*(range(first, first + 250) for first in range(1000, 5000, 250))),
+    *slow(range(25, 50)),
 ]
 
 

@@ -21,6 +21,7 @@ from solvers.bounds import bound_least_budget
 from solvers.problem import build_problem
 from solvers.windows import solve
 from tests.support.graphs.collective_costs import build_cost
+from tests.support.marks import slow
 from tests.support.solvers.answers import TOLERANCE, Case, ask, check_answers, check_models
 from tests.support.solvers.brute_force_transfers import fastest_with_transfers
 
@@ -135,7 +136,7 @@ def case(make: Callable[[random.Random], Graph], seed: int) -> Case | None:
     ("make", "seeds", "met_share", "gained_share"),
     [
         *KINDS,
-        *(pytest.param(make, seeds, *rest, marks=pytest.mark.slow) for make, _, *rest in KINDS for seeds in SLOW[make]),
+        *slow(*((make, seeds, *rest) for make, _, *rest in KINDS for seeds in SLOW[make])),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -18,6 +18,7 @@ from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 from solvers.windows import search, solve
 from tests.support.budgets import budget_at
+from tests.support.marks import slow
 
 GRAPH = draw_training_step(2, 80)
 BUDGET = budget_at(GRAPH, 0.25)
@@ -128,7 +129,7 @@ def searched_at_once() -> tuple[Result, float]:
     return searched(LIMIT)
 
 
-@pytest.mark.parametrize("slow", [pytest.param("trials", marks=pytest.mark.slow), "HiGHS"])
+@pytest.mark.parametrize("slow", ["HiGHS", *slow("trials")])
 def test_work_done_is_the_same_on_a_slower_machine(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     quick, quick_spent = searched_at_once()
     if slow == "trials":

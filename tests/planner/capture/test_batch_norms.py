@@ -20,6 +20,7 @@ from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
 from planner.torch_private.core import DispatchKey, register_python_kernels, scoped_library
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
+from tests.support.marks import slow
 from tests.support.models.steps import random_schedule
 
 aten = torch.ops.aten
@@ -54,7 +55,7 @@ def _twice(norm: nn.Module) -> FunctionModule:
     return FunctionModule(lambda m, x: m.b(m.norm(m.a(m.norm(m.a(x))))), norm=norm, a=nn.Linear(32, 32), b=nn.Linear(32, 3))
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, 1, *slow(2, 3)])
 @pytest.mark.parametrize(
     ("norm", "training", "targets"),
     [

@@ -21,6 +21,7 @@ from graphs.errors import MismatchError, TraceError
 from planner.capture.signature import call
 from planner.capture.trace import capture
 from tests.support.budgets import between
+from tests.support.marks import slow
 from tests.support.models.outcomes import check_three_steps, executor
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -107,17 +108,17 @@ ALL, NONE = torch.ones(4, 4) > 0, torch.zeros(4, 4) > 0
         (asserted, None, NONE, r"assert mask.any\(\)"),
         (two_equal, None, ALL, r"torch.equal\(mask, mask.t\(\)\)"),
         (counted, None, ALL, r"width = int\(mask.sum\(1\).max\(\)\)\) gives 4 for this batch, but gave 3"),
-        pytest.param(either, None, ALL, r"mask.all\(\) or mask", marks=pytest.mark.slow),
-        pytest.param(listed, None, NONE, r"tolist\(\)", marks=pytest.mark.slow),
         (found, None, NONE, r"start = int\(mask\[0\].sum\(\)\)|start - 1 : start \+ 1"),
         (places_counted, None, NONE, r"nonzero\(\)\)\)\) gives \(\(0, 1\),\) for this batch, but gave \(\(2, 1\),\)"),
-        pytest.param(kinds_counted, None, ALL, r"unique\(\)", marks=pytest.mark.slow),
-        pytest.param(
-            rows_counted, None, ALL, r"x\[mask\[2\]\].shape\[0\]\) gives \(4,\) .*, but gave \(1,\)", marks=pytest.mark.slow
-        ),
         (lambda x, mask: x, selected, ALL, r"return hidden\[mask\]\) gives \(16,\) for this batch, but gave \(9,\)"),
+        *slow(
+            (either, None, ALL, r"mask.all\(\) or mask"),
+            (listed, None, NONE, r"tolist\(\)"),
+            (kinds_counted, None, ALL, r"unique\(\)"),
+            (rows_counted, None, ALL, r"x\[mask\[2\]\].shape\[0\]\) gives \(4,\) .*, but gave \(1,\)"),
+        ),
     ],
-    ids=["if", "number", "assertion", "equal", "size", "or", "list", "slice", "places", "kinds", "rows", "selection"],
+    ids=["if", "number", "assertion", "equal", "size", "slice", "places", "selection", "or", "list", "kinds", "rows"],
 )
 def test_branch_is_taken_as_in_eager_and_guarded(before: Any, after: Any, other: torch.Tensor, text: str) -> None:
     torch.manual_seed(0)
@@ -329,11 +330,10 @@ PADDED = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]) > 0
 @pytest.mark.parametrize(
     "masks",
     [
-        pytest.param({"tgt_mask": CAUSAL}, marks=pytest.mark.slow),
         {"tgt_mask": CAUSAL < 0, "src_key_padding_mask": PADDED, "memory_key_padding_mask": PADDED},
-        pytest.param({"tgt_mask": torch.zeros(4, 4), "tgt_is_causal": False}, marks=pytest.mark.slow),
+        *slow({"tgt_mask": CAUSAL}, {"tgt_mask": torch.zeros(4, 4), "tgt_is_causal": False}),
     ],
-    ids=["causal", "bool and padded", "open"],
+    ids=["bool and padded", "causal", "open"],
 )
 def test_masked_transformers_train_as_in_eager(masks: dict[str, Any]) -> None:
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from benchmarks.models.parts import FunctionModule
 from graphs.errors import TraceError
 from planner.capture.trace import capture
+from tests.support.marks import slow
 
 X, Y = torch.randn(6, 4), torch.randn(6, 4)
 
@@ -50,11 +51,13 @@ def no_attribute(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("loss_fn", "kind", "said"),
     [
-        pytest.param(complain, LossError, r"^no loss for \[6, 4\]$", marks=pytest.mark.slow),
-        pytest.param(chained, LossError, r"^which loss\?$", marks=pytest.mark.slow),
         (of_values, LossError, r"^the least target is -3.0$"),
-        pytest.param(no_name, NameError, r"^name 'undefined' is not defined$", marks=pytest.mark.slow),
-        pytest.param(no_attribute, AttributeError, r"^'Tensor' object has no attribute 'total'$", marks=pytest.mark.slow),
+        *slow(
+            (complain, LossError, r"^no loss for \[6, 4\]$"),
+            (chained, LossError, r"^which loss\?$"),
+            (no_name, NameError, r"^name 'undefined' is not defined$"),
+            (no_attribute, AttributeError, r"^'Tensor' object has no attribute 'total'$"),
+        ),
     ],
     ids=lambda given: getattr(given, "__name__", None),
 )
@@ -81,31 +84,25 @@ def three(y: torch.Tensor, target: torch.Tensor, *, weight: torch.Tensor) -> tor
             (X, Y),
             r"the loss function takes \(y, target, \*, weight\), and is given the model's output and input 1 \(missing",
         ),
-        pytest.param(
-            F.mse_loss,
-            (X,),
-            r"the model takes \(input\), and is given nothing, as all of the batch is the target \(missing a .*\): a batch is",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(F.mse_loss, (), r"the model takes \(input\), and is given nothing", marks=pytest.mark.slow),
-        pytest.param(
-            F.mse_loss,
-            (X, X, Y),
-            r"the model takes \(input\), and is given input 0 and input 1 \(too many positional arguments\)",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            None,
-            (X, Y),
-            r"the model takes \(input\), and is given input 0 and input 1 .*; without a loss_fn the model gets all",
-            marks=pytest.mark.slow,
-        ),
         (F.mse_loss, {"x": X, "target": Y}, r"the model takes \(input\), and is given x= \(missing"),
-        pytest.param(
-            lambda y: y.sum(),
-            (X, Y),
-            r"the loss function takes \(y\), and is given the model's output and input 1",
-            marks=pytest.mark.slow,
+        *slow(
+            (
+                F.mse_loss,
+                (X,),
+                r"the model takes \(input\), and is given nothing, as all of the batch is the target \(missing a .*\): a batch",
+            ),
+            (F.mse_loss, (), r"the model takes \(input\), and is given nothing"),
+            (
+                F.mse_loss,
+                (X, X, Y),
+                r"the model takes \(input\), and is given input 0 and input 1 \(too many positional arguments\)",
+            ),
+            (
+                None,
+                (X, Y),
+                r"the model takes \(input\), and is given input 0 and input 1 .*; without a loss_fn the model gets all",
+            ),
+            (lambda y: y.sum(), (X, Y), r"the loss function takes \(y\), and is given the model's output and input 1"),
         ),
     ],
 )
@@ -153,31 +150,22 @@ def hooked(m: Any, x: torch.Tensor) -> torch.Tensor:
     ("forward", "said"),
     [
         (hooked, r"\(handle = register_module_forward_hook.* registers a hook in the step.*: register it once, before planning"),
-        pytest.param(
-            seeded,
-            r"\(return m.inner\(x\) \* torch.initial_seed\(\)\) asks PyTorch for a value that is no tensor \(initial_seed: int\)",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            listed,
-            r"cannot be captured as one graph: Tensor.tolist\(\) with .*\(return m.inner\(x\) \* m.inner\(x\).tolist\(\)",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            checked,
-            r"\(return distributions.Normal.* checks its arguments, .*: leave out validate_args=True",
-            marks=pytest.mark.slow,
-        ),
         (packed, r"\(packed = nn.utils.rnn.pack.* packs a sequence, .*: give the padded batch to the layer, and take"),
-        pytest.param(
-            scripted,
-            r"\(return m.inner\(SCRIPTED\(x\)\)\) calls a module of torch.jit, .*: use the nn.Module that it was made from",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            solved,
-            r"\(return torch.linalg.lstsq.* calls aten.linalg_lstsq.default, whose result has a size",
-            marks=pytest.mark.slow,
+        *slow(
+            (
+                seeded,
+                r"\(return m.inner\(x\) \* torch.initial_seed\(\)\) asks PyTorch for a value that is no tensor \(initial_seed",
+            ),
+            (
+                listed,
+                r"cannot be captured as one graph: Tensor.tolist\(\) with .*\(return m.inner\(x\) \* m.inner\(x\).tolist\(\)",
+            ),
+            (checked, r"\(return distributions.Normal.* checks its arguments, .*: leave out validate_args=True"),
+            (
+                scripted,
+                r"\(return m.inner\(SCRIPTED\(x\)\)\) calls a module of torch.jit, .*: use the nn.Module that it was made from",
+            ),
+            (solved, r"\(return torch.linalg.lstsq.* calls aten.linalg_lstsq.default, whose result has a size"),
         ),
     ],
     ids=lambda given: getattr(given, "__name__", None),

@@ -14,6 +14,7 @@ import planner
 from benchmarks.models.parts import FunctionModule
 from graphs.errors import MismatchError, TraceError
 from planner.capture.trace import capture
+from tests.support.marks import slow
 from tests.support.raised_warnings import raise_warnings
 
 CONFIG = SimpleNamespace(alpha=0.5)
@@ -254,13 +255,7 @@ class Stateful(nn.Module):
         return hidden
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("list", "model.seen"),
-        pytest.param("memory", "model.memory", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name"), [("list", "model.seen"), *slow(("memory", "model.memory"))])
 def test_value_changed_at_every_step_raises_when_planning(kind: str, name: str, batch: tuple[torch.Tensor, ...]) -> None:
     model = Stateful(kind)
     with pytest.raises(TraceError, match=rf"{name} changes at every step \(.*test_python_guards.py:\d+\), and the step reads it"):
@@ -301,7 +296,7 @@ def test_values_of_the_first_step_are_set_before_planning(batch: tuple[torch.Ten
         assert torch.equal(step(*batch), F.mse_loss(other(batch[0]), batch[1]))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("flag", marks=pytest.mark.slow), "buffer"])
+@pytest.mark.parametrize("kind", ["buffer", *slow("flag")])
 def test_unread_values_and_tensor_counters_work(kind: str, batch: tuple[torch.Tensor, ...]) -> None:
     model, other = Stateful(kind), Stateful(kind)
     other.load_state_dict(model.state_dict())

@@ -14,6 +14,7 @@ from graphs.errors import TraceError
 from graphs.ir import Kind
 from planner.measure.steps import StepOutcome
 from planner.torch_private.core import list_parts, pytree
+from tests.support.marks import slow
 from tests.support.models.as_eager import check_trains_as_eager
 
 
@@ -174,7 +175,7 @@ class Assigning(nn.Module):
         return F.relu(self.before(x)) @ self.weight.float() * 0.1
 
 
-@pytest.mark.parametrize("front_end", ["compile", pytest.param("checkpoint", marks=pytest.mark.slow), "backend"])
+@pytest.mark.parametrize("front_end", ["compile", "backend", *slow("checkpoint")])
 def test_a_weight_may_be_assigned_its_own_memory(front_end: str) -> None:
     model, x = Assigning(), torch.randn(8, 16)
     model(x).sum().backward()

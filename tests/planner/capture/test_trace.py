@@ -18,6 +18,7 @@ from planner.measure.steps import get_loss, measure_outcome
 from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
+from tests.support.marks import slow, slow_among
 from tests.support.models.steps import STEPS, capture_of, make, random_schedule
 
 
@@ -147,10 +148,7 @@ def test_fingerprint_depends_on_structure_and_sizes() -> None:
     assert captured.graph.fingerprint != capture_of("frozen").graph.fingerprint
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name in ("unet", "llama", "vit", "gpt2_written") else name for name in STEPS],
-)
+@pytest.mark.parametrize("name", slow_among(STEPS, "unet", "llama", "vit", "gpt2_written"))
 def test_profiling_does_not_change_the_model(name: str) -> None:
     workload = make(name)
     captured = capture_of(name)
@@ -191,42 +189,30 @@ X = torch.randn(3, 4)
         (nn.Linear(4, 4).requires_grad_(requires_grad=False), lambda y, x: y.sum(), "requires_grad=True"),
         (Branches(), lambda y, x: y.sum(), "cannot be captured as one graph"),
         (Dynamic(), None, "depends on the data"),
-        pytest.param(
-            nn.Linear(5, 4),
-            lambda y, x: y.sum(),
-            "an op of the step fails on this batch: RuntimeError: a and b must have same",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(nn.Linear(4, 4), lambda y, x: 3.0, "the step returns a float", marks=pytest.mark.slow),
-        pytest.param(
-            nn.Linear(4, 4),
-            lambda y, x: y.sum().item(),
-            r"the step returns a float.*leave out \.item\(\)",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            nn.Linear(4, 4),
-            lambda y, x: (y.sum(), y.sum().item()),
-            r"the step returns a float.*leave out \.item\(\)",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(nn.Linear(4, 4), lambda y, x: None, "the step returns a NoneType", marks=pytest.mark.slow),
-        pytest.param(
-            nn.Linear(4, 4), lambda y, x: {"cost": y.sum()}, "or a dict of tensors with a 'loss'", marks=pytest.mark.slow
+        *slow(
+            (
+                nn.Linear(5, 4),
+                lambda y, x: y.sum(),
+                "an op of the step fails on this batch: RuntimeError: a and b must have same",
+            ),
+            (nn.Linear(4, 4), lambda y, x: 3.0, "the step returns a float"),
+            (nn.Linear(4, 4), lambda y, x: y.sum().item(), r"the step returns a float.*leave out \.item\(\)"),
+            (nn.Linear(4, 4), lambda y, x: (y.sum(), y.sum().item()), r"the step returns a float.*leave out \.item\(\)"),
+            (nn.Linear(4, 4), lambda y, x: None, "the step returns a NoneType"),
+            (nn.Linear(4, 4), lambda y, x: {"cost": y.sum()}, "or a dict of tensors with a 'loss'"),
         ),
     ],
     ids=[
-        *(
-            "no scalar",
-            "nothing trained",
-            "control flow",
-            "shapes by data",
-            "wrong shapes",
-            "a number",
-            "an item",
-            "an item to log",
-        ),
-        *("none", "dictionary"),
+        "no scalar",
+        "nothing trained",
+        "control flow",
+        "shapes by data",
+        "wrong shapes",
+        "a number",
+        "an item",
+        "an item to log",
+        "none",
+        "dictionary",
     ],
 )
 def test_unsupported_steps_raise_one_line_errors(model: nn.Module, loss_fn, message: str) -> None:

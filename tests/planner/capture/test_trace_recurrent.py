@@ -13,6 +13,7 @@ from graphs.schedule import keep_everything
 from planner.capture.trace import capture
 from planner.measure.steps import get_loss
 from planner.runtime.executor import Executor
+from tests.support.marks import slow_among
 from tests.support.models.eager_ops import Last, captured_as_eager
 
 # 33 is no multiple of the widths of vectors: the last elements of a row are computed by other instructions.
@@ -28,13 +29,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]]
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in ("GRU, layers", "GRU, both ways", "RNN, layers") else name
-        for name in NETWORKS
-    ],
-)
+@pytest.mark.parametrize("name", slow_among(NETWORKS, "GRU, layers", "GRU, both ways", "RNN, layers"))
 def test_recurrent_networks_are_bitwise_equal_to_eager(name: str) -> None:
     torch.manual_seed(0)
     make, shapes = NETWORKS[name]

@@ -11,6 +11,7 @@ from planner.capture.options import OPTIONS
 from planner.cli.main import build_parser
 from solvers.registry import SOLVERS
 from tests.support.cli import PATIENCE_S, ROOT, call, command, run_python
+from tests.support.marks import slow
 
 COMMANDS = ["trace", "advise", "solve", "run", "info", "doctor"]
 
@@ -76,10 +77,10 @@ def imported_by(*arguments: object) -> set[str]:
     [
         ["--help"],
         ["--version"],
-        *(pytest.param([name, "--help"], marks=pytest.mark.slow) for name in COMMANDS),
+        *slow(*([name, "--help"] for name in COMMANDS)),
         ["info", "{graph}"],
         ["solve", "{graph}", "--budget", "60%", "-o", "{folder}/plan.json"],
-        pytest.param(["curve", "{graph}", "--budgets", "3", "--jobs", "1"], marks=pytest.mark.slow),
+        *slow(["curve", "{graph}", "--budgets", "3", "--jobs", "1"]),
     ],
     ids=" ".join,
 )

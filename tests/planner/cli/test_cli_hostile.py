@@ -30,6 +30,7 @@ from planner.show.views import figures
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import list_columns
 from tests.support.cli import ROOT, Said, call, command, refused
+from tests.support.marks import slow
 
 NAME = "n\x1b[31m[red]\u202e\r\u2028\x07\x9b"
 SHOWN = r"n\x1b[31m[red]\u202e\r\u2028\x07\x9b"
@@ -105,18 +106,7 @@ def test_printable_text_is_not_escaped() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "$_$",
-        pytest.param("$", marks=pytest.mark.slow),
-        pytest.param("$x^", marks=pytest.mark.slow),
-        "a_b^c\\d%e{",
-        "größe 日本 😀",
-        pytest.param("one\ntwo", marks=pytest.mark.slow),
-        pytest.param("word " * 200, marks=pytest.mark.slow),
-        pytest.param("x" * 5000, marks=pytest.mark.slow),
-        "",
-    ],
+    "name", ["$_$", "a_b^c\\d%e{", "größe 日本 😀", "", *slow("$", "$x^", "one\ntwo", "word " * 200, "x" * 5000)]
 )
 def test_figure_title_shows_special_characters_literally(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

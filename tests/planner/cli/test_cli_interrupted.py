@@ -12,6 +12,7 @@ import pytest
 from graphs.simulate import simulate
 from planner.plans.plan import read_plan
 from tests.support.cli import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, chain, start
+from tests.support.marks import slow
 
 
 def start_endless(marker: Path, how: str, graph_file: Path, *words: object) -> "subprocess.Popen[str]":
@@ -55,9 +56,7 @@ def test_a_second_interrupt_quits_at_once(graph_file: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["trace", "{model}", "-o", "{output}"], pytest.param(["advise", "{model}"], marks=pytest.mark.slow)],
-    ids=lambda words: words[0],
+    "words", [["trace", "{model}", "-o", "{output}"], *slow(["advise", "{model}"])], ids=lambda words: words[0]
 )
 def test_an_interrupted_trace_leaves_nothing(words: list[str], tmp_path: Path) -> None:
     marker, model, folder = tmp_path / "started", tmp_path / "own.py", tmp_path / "out"
@@ -71,11 +70,7 @@ def test_an_interrupted_trace_leaves_nothing(words: list[str], tmp_path: Path) -
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["info", "{graph}"], pytest.param(["info", "{graph}", "--json"], marks=pytest.mark.slow)],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["info", "{graph}"], *slow(["info", "{graph}", "--json"])], ids=" ".join)
 def test_a_reader_that_leaves_is_no_error(arguments: list[str], graph_file: Path) -> None:
     read, write = os.pipe()
     os.close(read)

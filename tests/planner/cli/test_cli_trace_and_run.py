@@ -19,6 +19,7 @@ from planner.settings.option_settings import OptionSettings
 from planner.settings.plan import PlanSettings
 from tests.support.budgets import between
 from tests.support.cli import ROOT, call, chain, refused, run_report
+from tests.support.marks import slow
 
 
 @pytest.fixture
@@ -93,10 +94,7 @@ def test_run_reports_and_has_a_code_for_gradients_that_differ(
 
 @pytest.mark.parametrize(
     "model",
-    [
-        f"{ROOT}/examples/own_model.py:build,batch=256,width=32,depth=3",
-        pytest.param("zoo:mlp,batch=256,layers=6,width=32,classes=16", marks=pytest.mark.slow),
-    ],
+    [f"{ROOT}/examples/own_model.py:build,batch=256,width=32,depth=3", *slow("zoo:mlp,batch=256,layers=6,width=32,classes=16")],
 )
 def test_from_a_model_to_a_measured_step(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph_file, plan_file = tmp_path / "model.json", tmp_path / "plan.json"

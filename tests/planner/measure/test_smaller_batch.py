@@ -16,6 +16,7 @@ from planner.capture.workload.models.gpt2 import GPT2
 from planner.measure.smaller_batch import bound_graph
 from planner.measure.tracing import capture_step
 from planner.settings.plan import PlanSettings
+from tests.support.marks import slow
 
 
 class Correlation(nn.Module):
@@ -92,7 +93,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize(("rows", "fewer"), [(16, 5), pytest.param(8, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rows", "fewer"), [(16, 5), *slow((8, 6))])
 def test_sizes_suffice_for_a_smaller_batch(name: str, rows: int, fewer: int) -> None:
     build, excess = STEPS[name]
     model, loss_fn, batch = build()

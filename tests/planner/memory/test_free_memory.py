@@ -8,6 +8,7 @@ import torch
 
 from graphs.errors import PlannerError
 from planner.memory.free_memory import free_bytes, free_host_bytes
+from tests.support.marks import slow
 
 GB = 10**9
 
@@ -85,7 +86,7 @@ def test_resource_limits_are_reduced_by_memory_of_the_process(tmp_path: Path) ->
     assert free(tmp_path, AS=GB) == 0
 
 
-@pytest.mark.parametrize("name", [pytest.param("DATA", marks=pytest.mark.slow), "AS"])
+@pytest.mark.parametrize("name", ["AS", *slow("DATA")])
 def test_a_process_can_allocate_nearly_all_that_is_free_and_no_more(name: str) -> None:
     program = f"""
 import resource, torch

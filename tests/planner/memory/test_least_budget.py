@@ -32,6 +32,7 @@ from solvers.order.reorder import find_order, keep_program_order
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import SOLVED, Result, Status
+from tests.support.marks import slow
 
 
 def on_a_gpu(seed: int) -> Graph:
@@ -74,8 +75,8 @@ def test_the_least_budget_is_a_function_of_the_graph(memory: CountedMemory, monk
 
 def test_the_rate_of_a_link_does_not_change_the_least_budget() -> None:
     graph = draw_training_step(7, 8)
-    slow, fast = (OFFLOAD.add_to(graph, Surroundings(Link.even(rate))) for rate in (1.0, 50e9))
-    found = [find_least_budget(one) for one in (slow, fast)]
+    slowly, fast = (OFFLOAD.add_to(graph, Surroundings(Link.even(rate))) for rate in (1.0, 50e9))
+    found = [find_least_budget(one) for one in (slowly, fast)]
     assert found[0] == found[1]
     assert simulate(fast, found[1].schedule).peak_bytes == found[1].found_bytes <= find_least_budget(graph).found_bytes
 
@@ -90,9 +91,7 @@ def test_the_least_budget_is_the_better_of_two_orders(seed: int) -> None:
     assert simulate(graph, least.schedule).peak_bytes == least.found_bytes
 
 
-@pytest.mark.parametrize(
-    "memory", [CountedMemory.RESERVED, pytest.param(CountedMemory.DEVICE_EXPANDABLE, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("memory", [CountedMemory.RESERVED, *slow(CountedMemory.DEVICE_EXPANDABLE)])
 def test_least_budget_bracket_is_in_counted_memory(memory: CountedMemory) -> None:
     graph = on_a_gpu(1)
     found = find_least_budget(graph, memory)

@@ -28,6 +28,7 @@ from planner.native.library import wait_for_library
 from planner.native.passes import NativePass, use_python_passes
 from planner.runtime.executor import Executor
 from tests.support.logs import lines_of
+from tests.support.marks import slow
 from tests.support.models.steps import STEPS, capture_of, classes, make, random_schedule
 from tests.support.processes import run_apart
 
@@ -65,9 +66,9 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one is other is None or torch.equal(one, other)
 
 
-@pytest.mark.parametrize("seeds", [(0,), pytest.param((1, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [[0], *slow([1, 2])])
 @pytest.mark.parametrize("name", STEPS)
-def test_bits_and_peaks_are_those_of_the_passes_in_python(name: str, seeds: tuple[int, ...]) -> None:
+def test_bits_and_peaks_are_those_of_the_passes_in_python(name: str, seeds: list[int]) -> None:
     """And every operator of PyTorch is called without Python."""
     for seed in seeds:
         outcomes, peaks = [], []

@@ -32,6 +32,7 @@ from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab, 
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor
 from tests.support.logs import lines_of
+from tests.support.marks import slow, slow_among
 from tests.support.memory_limits.steps import limited, used_bytes
 from tests.support.models.optimizers import Wrapping
 from tests.support.models.outcomes import peak_bytes
@@ -96,10 +97,8 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("llama", "vit") else name for name in STEPS]
-)
+@pytest.mark.parametrize("seed", [0, *slow(None, 1)])
+@pytest.mark.parametrize("name", slow_among(STEPS, "llama", "vit"))
 def test_bits_are_those_of_eager_pytorch(name: str, seed: int | None) -> None:
     executor, workload = in_arena(name, seed)
     eager = measure_outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
@@ -108,7 +107,7 @@ def test_bits_are_those_of_eager_pytorch(name: str, seed: int | None) -> None:
         assert missed(executor) == Missed()
 
 
-@pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 0])
+@pytest.mark.parametrize("seed", [0, *slow(None)])
 @pytest.mark.parametrize("name", ["gpt2_sdpa", "unet", "resnet18", "mutated"])
 def test_the_slab_is_all_that_a_step_takes(name: str, seed: int | None) -> None:
     executor, workload = in_arena(name, seed)
@@ -513,14 +512,8 @@ def train(step: Callable[..., torch.Tensor], workload: Workload, optimizer: Opti
     return losses
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param(optimizer, marks=pytest.mark.slow) if optimizer in ("nesterov foreach", "adamw") else optimizer
-        for optimizer in OPTIMIZERS
-    ],
-)
-@pytest.mark.parametrize("name", [pytest.param("vit", marks=pytest.mark.slow), "mlp"])
+@pytest.mark.parametrize("optimizer", slow_among(OPTIMIZERS, "nesterov foreach", "adamw"))
+@pytest.mark.parametrize("name", ["mlp", *slow("vit")])
 def test_steps_and_their_optimizer_take_the_larger_of_both(name: str, optimizer: str) -> None:
     executor, workload = in_arena(name)
     usual = copy.deepcopy(workload)

@@ -15,6 +15,7 @@ from planner.capture.workload.models import Workload
 from planner.measure.tracing import capture_profiled
 from planner.settings.option_settings import OptionSettings
 from planner.settings.plan import PlanSettings
+from tests.support.marks import slow
 from tests.support.models.alternatives import STEPS, in_chunks, make, optional_ops, schedule_with, transformers_model
 from tests.support.models.outcomes import executed, may_differ
 
@@ -32,9 +33,7 @@ def captured(name: str) -> tuple[Capture, Workload]:
 _SLOW = ("binary", "gpt2", "llama", "second_dimension", "squares", "weighted", "transformers gpt2", "transformers llama")
 
 
-@pytest.mark.parametrize(
-    "name", [*(name for name in STEPS if name not in _SLOW), *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)]
-)
+@pytest.mark.parametrize("name", [*(name for name in STEPS if name not in _SLOW), *slow(*_SLOW)])
 def test_a_step_in_chunks_is_the_step_but_for_rounding_in_less_memory(name: str) -> None:
     capture, workload = captured(name)
     program = replace(capture, graph=remove_options(capture.graph))
@@ -57,7 +56,7 @@ def test_a_step_in_chunks_is_the_step_but_for_rounding_in_less_memory(name: str)
         assert difference.relative is not None and difference.relative < tolerance, difference
 
 
-@pytest.mark.parametrize("chunks", [COUNTS[0], COUNTS[-1], *(pytest.param(n, marks=pytest.mark.slow) for n in COUNTS[1:-1])])
+@pytest.mark.parametrize("chunks", [COUNTS[0], COUNTS[-1], *slow(*COUNTS[1:-1])])
 def test_more_chunks_take_less_memory(chunks: int) -> None:
     """The loss head of GPT-2: of the logits a part is there at a time, and rows that come last are fewer."""
     capture, workload = captured("gpt2")

@@ -22,16 +22,14 @@ from planner.settings.plan import PlanSettings
 from tests.support.budgets import assert_is_peak
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.cuda_device.steps import assert_as_eager
+from tests.support.marks import slow
 from tests.support.models.offloaded import offering, with_random_copies
 from tests.support.models.outcomes import assert_same, train
 from tests.support.models.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-ORDERS = [
-    *(Order.ALL_LATE, Order.RANDOM),
-    *(pytest.param(order, marks=pytest.mark.slow) for order in (Order.OTHERS_LATE, Order.OTHERS_FIRST)),
-]
+ORDERS = [*(Order.ALL_LATE, Order.RANDOM), *slow(Order.OTHERS_LATE, Order.OTHERS_FIRST)]
 
 CUDA = torch.device("cuda:0")
 
@@ -43,7 +41,7 @@ def launched(transfer: Transfer) -> Any:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ["mutated", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tied", "unet"))])
+@pytest.mark.parametrize("name", ["mutated", *slow("tied", "unet")])
 def test_steps_that_copy_have_the_bits_of_eager_pytorch_in_any_order(name: str, order: Order) -> None:
     for seed in range(2):
         with cuda_device(order=order, seed=seed) as cuda:

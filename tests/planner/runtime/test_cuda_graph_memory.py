@@ -35,6 +35,7 @@ from planner.train.distributed.wrappers import Unwrapped
 from solvers.tolerance import Tolerance
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.cuda_device.steps import dropout_and_norm, recorded, train
+from tests.support.marks import slow
 from tests.support.models.outcomes import assert_same
 from tests.support.models.steps import make, random_schedule
 
@@ -80,8 +81,8 @@ def test_replayed_step_allocates_the_counted_bytes() -> None:
     assert peak == by_kind[Kind.GRADIENT] + by_kind[Kind.OUTPUT] + allocated(4)
 
 
-@pytest.mark.parametrize("name", ["gpt2_written", pytest.param("resnet18", marks=pytest.mark.slow), "mutated"])
-@pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("name", ["gpt2_written", "mutated", *slow("resnet18")])
+@pytest.mark.parametrize("seed", [1, *slow(None)])
 @pytest.mark.usefixtures("_cuda")
 def test_cuda_graph_pool_holds_the_predicted_bytes(name: str, seed: int | None) -> None:
     workload = on_device(make(name))
@@ -209,8 +210,8 @@ def test_the_pool_of_cuda_graphs_is_within_the_budget() -> None:
     step(*workload.batch).backward()
 
 
-@pytest.mark.parametrize("compare_eager", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("optimizer", [pytest.param("none", marks=pytest.mark.slow), "adamw"])
+@pytest.mark.parametrize("compare_eager", [False, *slow(True)])
+@pytest.mark.parametrize("optimizer", ["adamw", *slow("none")])
 @pytest.mark.usefixtures("_stand_in")
 def test_plan_of_recorded_step_reports_its_reserved_memory(optimizer: str, *, compare_eager: bool) -> None:
     workload = on_device(build("gpt2", layers=2, width=256, heads=4, vocab=16384, batch=4, seq=32))

@@ -19,16 +19,14 @@ from planner.runtime.executor import Executor
 from planner.runtime.transfers.channels import HostChannels
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.cuda_device.steps import LOOPS, dropout_and_norm, train
+from tests.support.marks import slow, slow_except
 from tests.support.models.offloaded import offering, with_random_copies
 from tests.support.models.outcomes import assert_same
 from tests.support.models.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-ORDERS = [
-    *(Order.ALL_LATE, Order.RANDOM),
-    *(pytest.param(order, marks=pytest.mark.slow) for order in (Order.OTHERS_LATE, Order.OTHERS_FIRST)),
-]
+ORDERS = [*(Order.ALL_LATE, Order.RANDOM), *slow(Order.OTHERS_LATE, Order.OTHERS_FIRST)]
 
 CUDA = torch.device("cuda:0")
 
@@ -44,9 +42,7 @@ def recorded_step(workload: Workload, seed: int, host_bytes: int | None = None) 
     return executor, channels
 
 
-@pytest.mark.parametrize(
-    "loop", [loop if loop == "accumulated, clipped" else pytest.param(loop, marks=pytest.mark.slow) for loop in LOOPS]
-)
+@pytest.mark.parametrize("loop", slow_except(LOOPS, "accumulated, clipped"))
 @pytest.mark.usefixtures("_cuda")
 def test_a_recorded_step_that_copies_trains_as_the_step_does_op_by_op(loop: str) -> None:
     workload, other = dropout_and_norm(), dropout_and_norm()
@@ -58,7 +54,7 @@ def test_a_recorded_step_that_copies_trains_as_the_step_does_op_by_op(loop: str)
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ["mutated", pytest.param("tied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mutated", *slow("tied")])
 def test_copies_may_be_under_way_where_the_forward_pass_ends(name: str, order: Order) -> None:
     between = 0
     for seed in range(2):

@@ -14,6 +14,7 @@ from planner.runtime.executor import Executor
 from tests.support.cuda_device import Order, cuda_device
 from tests.support.cuda_device.memory import WORKSPACE_BYTES
 from tests.support.cuda_device.steps import LOOPS, dropout_and_norm, recorded, train
+from tests.support.marks import slow_except
 from tests.support.models.outcomes import assert_same
 from tests.support.models.steps import random_schedule
 
@@ -78,9 +79,7 @@ def test_failed_capture_raises_with_its_cause(function: Callable[..., Any], said
         assert (x + 1).tolist() == [2.0] * 10
 
 
-@pytest.mark.parametrize(
-    "loop", [loop if loop == "accumulated, clipped" else pytest.param(loop, marks=pytest.mark.slow) for loop in LOOPS]
-)
+@pytest.mark.parametrize("loop", slow_except(LOOPS, "accumulated, clipped"))
 @pytest.mark.usefixtures("_cuda")
 def test_a_cuda_graph_trains_as_the_planned_step_does(loop: str) -> None:
     workload, other = dropout_and_norm(), dropout_and_norm()

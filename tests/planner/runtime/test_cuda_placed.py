@@ -14,26 +14,20 @@ from planner.settings.plan import PlanSettings
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.cuda_device.steps import assert_as_eager
 from tests.support.graphs.random_choices import any_schedule
+from tests.support.marks import slow
 from tests.support.models.placed import on_pools, placed_at_random
 from tests.support.models.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-ORDERS = [
-    *(Order.ALL_LATE, Order.RANDOM),
-    *(pytest.param(order, marks=pytest.mark.slow) for order in (Order.OTHERS_LATE, Order.OTHERS_FIRST)),
-]
+ORDERS = [*(Order.ALL_LATE, Order.RANDOM), *slow(Order.OTHERS_LATE, Order.OTHERS_FIRST)]
 
 CUDA = torch.device("cuda:0")
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    "names",
-    [pytest.param(("cuda:1",), marks=pytest.mark.slow), pytest.param(("cpu:1",), marks=pytest.mark.slow), ("cpu:1", "cuda:1")],
-    ids=" ".join,
-)
-def test_ops_on_several_devices_have_the_bits_of_one(names: tuple[str, ...], order: Order) -> None:
+@pytest.mark.parametrize("names", [["cpu:1", "cuda:1"], *slow(["cuda:1"], ["cpu:1"])], ids=" ".join)
+def test_ops_on_several_devices_have_the_bits_of_one(names: list[str], order: Order) -> None:
     with cuda_device(devices=2, order=order, seed=len(names)):
         workload = on_device(make("mutated"))
         captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))

@@ -14,12 +14,13 @@ from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
 from tests.support.cuda_device import cuda_device, on_device
+from tests.support.marks import slow
 from tests.support.models.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-@pytest.mark.parametrize("current", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("current", [1, *slow(0)])
 @pytest.mark.parametrize("place", ["cuda:0", "cuda:1"])
 def test_ops_are_timed_on_the_device_of_the_model(place: str, current: int) -> None:
     with cuda_device(devices=2), torch.cuda.device(current):
@@ -44,7 +45,7 @@ def test_allocation_rounding_does_not_exclude_ops_from_other_devices() -> None:
         assert small and any(other.times_s[op.id] is not None for op in small)
 
 
-@pytest.mark.parametrize("current", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("current", [1, *slow(0)])
 def test_other_device_is_timed_on_that_device(current: int) -> None:
     with cuda_device(devices=2), torch.cuda.device(current):
         workload = on_device(make("tied"), "cuda:0")

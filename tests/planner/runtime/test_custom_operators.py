@@ -17,6 +17,7 @@ from planner.capture.frontend.random_states import RandomStates
 from planner.measure.unrepeatable_ops import UNREPEATABLE
 from planner.train.compile.step import PlannedStep
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
+from tests.support.marks import slow_except
 from tests.support.raised_warnings import raise_warnings
 
 Operator = Callable[[torch.Tensor], torch.Tensor]
@@ -95,9 +96,7 @@ def computed_again(step: PlannedStep, name: str) -> list[Op]:
     return [op for op in dict.fromkeys(ops) if ops.count(op) > 1 and op.target.startswith(name)]
 
 
-EACH_DRAWING = pytest.mark.parametrize(
-    "name", [name if name in ("python", "rand") else pytest.param(name, marks=pytest.mark.slow) for name in DRAWING]
-)
+EACH_DRAWING = pytest.mark.parametrize("name", slow_except(DRAWING, "python", "rand"))
 
 
 @EACH_DRAWING

@@ -26,6 +26,7 @@ from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.machine import Machine
 from tests.support.cuda_device.steps import assert_as_eager
 from tests.support.logs import lines_of
+from tests.support.marks import slow
 from tests.support.models.steps import random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -68,7 +69,7 @@ def large_segments(cuda: Machine, arena: DeviceArena) -> list[int]:
     return [segment.size_bytes for segment in cuda.memories[0].allocator if segment.pool == pool.id and not segment.small]
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, *slow(1)])
 def test_a_step_takes_its_large_memory_from_the_slab_alone(seed: int) -> None:
     with cuda_device() as cuda:
         step = on_device(workload())
@@ -137,7 +138,7 @@ def test_plans_share_the_slab_of_the_largest() -> None:
             assert arena.missed == 0 and not cuda.memories[0].raw
 
 
-@pytest.mark.parametrize("more", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("more", [2, *slow(4, 6)])
 def test_plan_leaves_memory_beyond_its_own_slab_unused(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with cuda_device() as cuda:
         step = on_device(workload())

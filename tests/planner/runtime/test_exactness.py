@@ -7,16 +7,14 @@ from graphs.simulate import simulate
 from planner.measure.tracing import profile_capture
 from planner.settings.plan import PlanSettings
 from tests.support.budgets import on_the_way
+from tests.support.marks import slow_among
 from tests.support.models.outcomes import assert_same, train
 from tests.support.models.steps import STEPS, capture_of, make, random_schedule, solve_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name in ("llama", "unet", "vit", "gpt2_written") else name for name in STEPS],
-)
+@pytest.mark.parametrize("name", slow_among(STEPS, "llama", "unet", "vit", "gpt2_written"))
 def test_every_schedule_trains_as_eager_does(name: str) -> None:
     workload = make(name)
     captured = profile_capture(capture_of(name), workload, PlanSettings(passes=1))

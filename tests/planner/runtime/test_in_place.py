@@ -23,6 +23,7 @@ from planner.runtime.executor import Executor
 from planner.settings.option_settings import OptionSettings, build_option_settings
 from planner.settings.plan import PlanSettings
 from tests.support.budgets import on_the_way
+from tests.support.marks import slow
 from tests.support.models.outcomes import executed
 from tests.support.models.steps import make, random_schedule, solve_for
 
@@ -82,17 +83,7 @@ def captured(name: str) -> tuple[Capture, Workload]:
     return capture_profiled(workload, PlanSettings(passes=1, options=OptionSettings(("in-place",)))), workload
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt2_written",
-        pytest.param("resnet18", marks=pytest.mark.slow),
-        "tied",
-        "shared_gradient",
-        "rotated",
-        pytest.param("unet", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", ["gpt2_written", "tied", "shared_gradient", "rotated", *slow("resnet18", "unet")])
 def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str) -> None:
     capture, workload = captured(name)
     model, loss_fn, batch = workload

@@ -21,6 +21,7 @@ from planner.capture.step import TrainingStep
 from planner.measure import run_plan, tracing
 from planner.plans.solve import solve
 from tests.support.budgets import between
+from tests.support.marks import slow, slow_among
 from tests.support.models.other_kernels import STEPS, ops_by, schedule_by, ways_of, with_all_ways
 from tests.support.models.outcomes import assert_same, executed, may_differ, train
 
@@ -49,7 +50,7 @@ _ALIKE = {
     ("halves", "in_place"),
     ("written", "in_place"),
 }
-_OPTIONS = [["kernels"], *(pytest.param(["kernels", other], marks=pytest.mark.slow) for other in ("chunks", "offload"))]
+_OPTIONS = [["kernels"], *slow(["kernels", "chunks"], ["kernels", "offload"])]
 
 
 def predicted_bytes(capture: Capture, schedule: Schedule) -> int:
@@ -62,9 +63,7 @@ def predicted_bytes(capture: Capture, schedule: Schedule) -> int:
     return found.peak_bytes - (tangent.size_bytes if forward else 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [pytest.param(*given, marks=pytest.mark.slow) if given in _ALIKE else given for given in _WAYS]
-)
+@pytest.mark.parametrize(("name", "way"), slow_among(_WAYS, *_ALIKE))
 def test_a_step_by_other_kernels_is_the_step_but_for_rounding_in_the_memory_that_was_predicted(name: str, way: str) -> None:
     capture, workload = with_all_ways(name)
     ops = ops_by(capture.graph, way)

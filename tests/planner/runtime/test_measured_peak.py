@@ -9,12 +9,13 @@ from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
 from tests.support.budgets import on_the_way
+from tests.support.marks import slow_except
 from tests.support.models.steps import STEPS, capture_of, make, solve_for
 
 QUICK = ("gpt2_sdpa", "tied", "frozen", "mutated", "shared_gradient")
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STEPS])
+@pytest.mark.parametrize("name", slow_except(STEPS, *QUICK))
 def test_measured_peak_is_within_the_budget_and_as_predicted(name: str) -> None:
     workload = make(name)
     captured = profile_capture(capture_of(name), workload, PlanSettings(passes=1))

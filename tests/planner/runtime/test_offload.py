@@ -25,6 +25,7 @@ from planner.runtime.transfers.host_memory import HostMemory
 from planner.runtime.transfers.transfers import view_storage
 from planner.settings.plan import PlanSettings
 from tests.support.budgets import on_the_way
+from tests.support.marks import slow_except
 from tests.support.models.offloaded import copies_in, copying_step, offering, with_random_copies
 from tests.support.models.outcomes import assert_alike_in_threads, assert_same, late_copies, train
 from tests.support.models.steps import STEPS, capture_of, make, random_schedule
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 QUICK = ("gpt2_sdpa", "mutated")
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STEPS])
+@pytest.mark.parametrize("name", slow_except(STEPS, *QUICK))
 def test_plans_with_copies_train_as_eager_does_within_their_bytes(name: str) -> None:
     workload = make(name)
     captured = profile_capture(capture_of(name), workload, PlanSettings(passes=1))

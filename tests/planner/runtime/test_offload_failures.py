@@ -15,6 +15,7 @@ from planner.capture.workload.models import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.transfers import transfers, workers
 from planner.runtime.transfers.host_memory import HostMemory
+from tests.support.marks import slow
 from tests.support.models.offloaded import copying_step
 from tests.support.models.steps import make
 
@@ -74,7 +75,7 @@ def assert_as_eager(step: Executor, workload: Workload) -> None:
         assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("name", ["mutated", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet18", "gpt2_sdpa"))])
+@pytest.mark.parametrize("name", ["mutated", *slow("resnet18", "gpt2_sdpa")])
 @pytest.mark.parametrize("when", ["first", "forward", "backward", "late"])
 def test_a_thread_that_cannot_copy(name: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = make(name)

@@ -22,6 +22,7 @@ from planner.measure.observation import OpTimer
 from planner.runtime import out_of_memory
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import report_errors
+from tests.support.marks import slow_except
 from tests.support.memory_limits.steps import CHECKS, run_check
 from tests.support.models.placed import SECOND, on_pools, placed_at_random, profiled, undone_and_right_again
 from tests.support.models.steps import capture_of, make, random_schedule
@@ -34,9 +35,7 @@ CUDA_MESSAGE = (
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of the process's memory are those of Linux")
-@pytest.mark.parametrize(
-    "check", [check if check == "both_passes" else pytest.param(check, marks=pytest.mark.slow) for check in CHECKS]
-)
+@pytest.mark.parametrize("check", slow_except(CHECKS, "both_passes"))
 def test_a_step_under_a_limit_of_memory(check: str) -> None:
     run_apart(run_check, check)
 

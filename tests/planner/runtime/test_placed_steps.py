@@ -19,6 +19,7 @@ from planner.measure.pool_memory import measure_other_peaks, measure_peak
 from planner.runtime import devices
 from planner.runtime.executor import Executor
 from planner.runtime.transfers import transfers, workers
+from tests.support.marks import slow
 from tests.support.models.outcomes import assert_alike_in_threads, assert_same, late_copies, train
 from tests.support.models.placed import (
     SECOND,
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 QUICK = ("mutated", "tied", "shared_gradient")
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2_sdpa", "resnet18"))])
+@pytest.mark.parametrize("name", [*QUICK, *slow("gpt2_sdpa", "resnet18")])
 def test_they_train_as_eager_does_within_the_bytes_of_each_pool(name: str) -> None:
     workload = make(name)
     captured = profiled(name)

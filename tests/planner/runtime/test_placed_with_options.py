@@ -27,6 +27,7 @@ from planner.measure.pool_memory import measure_other_peaks, measure_peak
 from planner.measure.steps import measure_outcome
 from planner.runtime.executor import Executor
 from tests.support.graphs.random_choices import any_schedule
+from tests.support.marks import slow
 from tests.support.models.outcomes import assert_alike_in_threads, assert_same, late_copies, train
 from tests.support.models.placed import (
     SECOND,
@@ -43,8 +44,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.use
 # What each can do besides: a head in chunks, a stand-in by another kernel, ops in place.
 BESIDES = {"gpt2_written": {"chunks", "kernels", "in place"}, "tied": {"kernels", "in place"}}
 LEAST_SEEDS, MOST_SEEDS = 3, 12
-_SLOW = ("gpt2_written", "tied", "resnet18", "vit", "unet")
-STEPS = ("mutated", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW))
+STEPS = ("mutated", *slow("gpt2_written", "tied", "resnet18", "vit", "unet"))
 
 
 def assert_within_its_bytes(executor: Executor, workload: Workload, captured: Capture) -> None:

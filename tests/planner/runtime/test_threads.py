@@ -13,6 +13,7 @@ from planner.capture.rewrites.reproducible_random import draw_dropout
 from planner.capture.trace import capture
 from planner.runtime.allocator import measure_segment_peaks
 from planner.runtime.executor import Executor
+from tests.support.marks import slow
 
 aten = torch.ops.aten
 
@@ -57,7 +58,7 @@ def wrong_masks(step: Executor, model: Masks, x: torch.Tensor, steps: int) -> in
     return wrong
 
 
-@pytest.mark.parametrize("kind", ["dropout", pytest.param("bernoulli", marks=pytest.mark.slow), "rand_like"])
+@pytest.mark.parametrize("kind", ["dropout", "rand_like", *slow("bernoulli")])
 @pytest.mark.parametrize("drawing", ["a step of the same plan", "somebody else"])
 def test_masks_are_those_of_the_forward_pass(kind: str, drawing: str) -> None:
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ import planner
 from graphs.errors import PlannerError
 from planner.capture.checksum import compute_checksum
 from planner.runtime import saved_hooks
+from tests.support.marks import slow
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Made = tuple[nn.Module, torch.Tensor, torch.Tensor]
@@ -38,7 +39,7 @@ def checkpointed(made: Made, **options: bool) -> Loss:
     return lambda x, y: F.mse_loss(model(x), y)
 
 
-WAYS = [compiled, by_backend, pytest.param(checkpointed, marks=pytest.mark.slow)]
+WAYS = [compiled, by_backend, *slow(checkpointed)]
 WRITES: dict[str, tuple[Callable[[nn.Module, torch.Tensor], object], str]] = {
     "a parameter's data": (lambda model, x: model[3].weight.data.mul_(2), r"3\.weight was written between the step and its back"),
     "a batch by NumPy": (lambda model, x: x.numpy().fill(1), "input 0 .*was written between the step and its backward"),

@@ -30,6 +30,7 @@ from planner.studies.solves import solve_in_order
 from solvers.clock import Clock
 from solvers.order.reorder import Reordering
 from solvers.result import Result
+from tests.support.marks import slow_except
 
 LINK = {"link": "1000GB/s", "host_budget": "1GB"}
 
@@ -146,8 +147,8 @@ def test_advice_on_a_model_tries_all_options_of_its_step() -> None:
     assert {option.name for option in advice.options} == {"offload", "chunks", "pack", "kernels", "in-place"}
     assert seen[0].stage is Stage.CAPTURE and "trying offload" in [progress.activity for progress in seen]
     assert all(parameter.grad is None for parameter in model.parameters())
-    slow = replace(advice, graph=replace(advice.graph, step_s=2 * advice.graph.time_s))
-    assert "host-bound" in str(slow) and "host-bound" not in str(advice)
+    longer = replace(advice, graph=replace(advice.graph, step_s=2 * advice.graph.time_s))
+    assert "host-bound" in str(longer) and "host-bound" not in str(advice)
 
 
 def test_advice_on_a_modelled_device_allocates_nothing() -> None:
@@ -172,10 +173,7 @@ def test_options_to_try_default_to_offload_for_plain_graphs(graph: Graph) -> Non
 QUICK = (CountedMemory.RESERVED, CountedMemory.DEVICE)
 
 
-@pytest.mark.parametrize(
-    "memory",
-    [None, *QUICK, *(pytest.param(memory, marks=pytest.mark.slow) for memory in CountedMemory if memory not in QUICK)],
-)
+@pytest.mark.parametrize("memory", [None, *slow_except(CountedMemory, *QUICK)])
 def test_cuda_advice_counts_and_reports_reserved_memory(memory: CountedMemory | None) -> None:
     chain = make_training_chain(8)
     tensors = tuple(replace(t, size_bytes=11 * 2**20) for t in chain.tensors)  # in segments of 12 MiB
@@ -198,7 +196,7 @@ def test_cuda_advice_counts_and_reports_reserved_memory(memory: CountedMemory | 
 def test_a_slow_search_for_the_least_budget_leaves_time_to_solve_for_it(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     solved: dict[int, float] = {}  # time limits by budget
 
-    def slow(graph: Graph, memory: CountedMemory, *, should_stop: Callable[[], bool]) -> LeastBudget:
+    def search_slowly(graph: Graph, memory: CountedMemory, *, should_stop: Callable[[], bool]) -> LeastBudget:
         began = time.monotonic()
         while not should_stop():
             assert time.monotonic() - began < 10.0, "the search was not stopped"
@@ -209,7 +207,7 @@ def test_a_slow_search_for_the_least_budget_leaves_time_to_solve_for_it(graph: G
         solved[budget_bytes] = clock.limit
         return solve_in_order(order, budget_bytes, memory, clock, **settings)
 
-    monkeypatch.setattr(budget_analysis, "find_least_budget", slow)
+    monkeypatch.setattr(budget_analysis, "find_least_budget", search_slowly)
     monkeypatch.setattr(budget_analysis, "solve_in_order", noted)
     advice = advised(graph, options=())
     assert advice.least.budget_bytes in solved and min(solved.values()) > 0.1

@@ -24,6 +24,7 @@ from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock
 from solvers.registry import SOLVERS
 from solvers.result import Reason
+from tests.support.marks import slow_except
 
 METHODS = ("windows", "keep-everything", "chen-sqrt", "dtr", "lru", "rotor")
 
@@ -60,10 +61,7 @@ def test_no_method_is_below_the_bound_and_none_is_better_than_the_optimum(rows: 
 QUICK = (CountedMemory.RESERVED, CountedMemory.DEVICE)
 
 
-@pytest.mark.parametrize(
-    "memory",
-    [None, *QUICK, *(pytest.param(memory, marks=pytest.mark.slow) for memory in CountedMemory if memory not in QUICK)],
-)
+@pytest.mark.parametrize("memory", [None, *slow_except(CountedMemory, *QUICK)])
 def test_cuda_percentages_refer_to_and_are_met_in_counted_memory(memory: CountedMemory | None, tmp_path: Path) -> None:
     chain = make_training_chain(8)
     tensors = tuple(replace(t, size_bytes=11 * 2**20) for t in chain.tensors)  # in segments of 12 MiB

@@ -26,6 +26,7 @@ from planner.studies.workload_tracing import Tracing
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
+from tests.support.marks import slow
 from tests.support.solvers.answers import ask, script_solver
 
 
@@ -61,7 +62,7 @@ def brute_force(graph_of: Callable[[int], Graph], solver: str, wanted: Wanted, u
     return best
 
 
-@pytest.mark.parametrize("limit", [9, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("limit", [9, *slow(30)])
 @pytest.mark.parametrize("max_overhead", [None, 0.05, 0.5])
 @pytest.mark.parametrize("budget", [3_000, 9_000])
 def test_max_batch_equals_brute_force(budget: int, max_overhead: float | None, limit: int) -> None:

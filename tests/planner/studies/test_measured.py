@@ -25,6 +25,7 @@ from planner.studies.baselines import (
 from planner.studies.blocks import block_choices, block_levels, find_blocks, find_blocks_at, select_checkpointable
 from planner.studies.measured import Benchmark, Exactness, Measured, compute_relative_error
 from solvers.baselines.sac import SacRule, SaveList
+from tests.support.marks import slow
 
 SPEC = "zoo:gpt2,layers=3,width=32,heads=2,vocab=50,batch=4,seq=32"
 
@@ -230,7 +231,7 @@ def test_a_unet_is_checkpointed_by_its_blocks() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("every", [2, *(pytest.param(every, marks=pytest.mark.slow) for every in (1, 3))])
+@pytest.mark.parametrize("every", [2, *slow(1, 3)])
 def test_every_so_many_blocks_are_checkpointed_as_by_transformers(every: int) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

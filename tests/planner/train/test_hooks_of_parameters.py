@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
+from tests.support.marks import slow
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
 
@@ -74,7 +75,7 @@ def called_hooks(entry: Entry) -> list[tuple[str, str, bool]]:
     return sorted(called)
 
 
-@pytest.mark.parametrize("entry", [compiled, pytest.param(checkpointed, marks=pytest.mark.slow), as_backend])
+@pytest.mark.parametrize("entry", [compiled, as_backend, *slow(checkpointed)])
 def test_hooks_run_for_parameters_with_a_gradient_only(entry: Entry) -> None:
     wanted = called_hooks(eager)
     assert {name for _, name, _ in wanted} == {"first.weight", "first.bias", "last.weight", "last.bias", "before"}
@@ -143,7 +144,7 @@ def test_a_backward_pass_that_fails_leaves_the_hooks_of_the_next() -> None:
     assert called == [True]
 
 
-@pytest.mark.parametrize("entry", [compiled, pytest.param(checkpointed, marks=pytest.mark.slow), as_backend])
+@pytest.mark.parametrize("entry", [compiled, as_backend, *slow(checkpointed)])
 def test_an_optimizer_in_the_backward_pass_trains_as_eager(entry: Entry) -> None:
     def train(entry: Entry) -> list[Tensor]:
         torch.manual_seed(0)

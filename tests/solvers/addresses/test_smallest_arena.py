@@ -12,6 +12,7 @@ from solvers.addresses.solve import solve
 from solvers.clock import WorkClock
 from solvers.result import Status
 from tests.support.graphs.buffers import packed_buffers, random_buffers, smallest_arena
+from tests.support.marks import slow
 
 WORK = 20.0
 
@@ -51,7 +52,7 @@ def test_capacity_is_met_or_proved_too_small(seed: int) -> None:
             assert result.bound_bytes <= smallest
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
+@pytest.mark.parametrize("seed", [0, 1, *slow(2, 3, 4)])
 def test_bounds_are_below_the_optimum_and_heuristics_above(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(40):
@@ -68,7 +69,7 @@ def test_bounds_are_below_the_optimum_and_heuristics_above(seed: int) -> None:
             assert max(heights) >= smallest
 
 
-@pytest.mark.parametrize(("count", "removed"), [(30, 0.0), (60, 0.0), (60, 0.05), pytest.param(100, 0.1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "removed"), [(30, 0.0), (60, 0.0), (60, 0.05), *slow((100, 0.1))])
 def test_packing_without_slack_is_found(count: int, removed: float) -> None:
     buffers = packed_buffers(count, horizon=count, height=1000, seed=count, removed=removed)
     assert live_bytes(buffers) == 1000

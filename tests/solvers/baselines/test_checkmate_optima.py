@@ -17,6 +17,7 @@ from solvers.baselines.checkmate import CheckmateParams, solve
 from solvers.result import Status
 from tests.support.budgets import budget_at
 from tests.support.graphs.small_graphs import diamond, kept_output
+from tests.support.marks import slow
 from tests.support.solvers.answers import KNOWN_OPTIMA, ask
 from tests.support.solvers.brute_force import fastest, may_repeat
 
@@ -115,15 +116,12 @@ def test_checkmate_equals_brute_force_over_stages() -> None:
         (draw_training_step(8, 8), 0.5),
         (make_skips(8), 0.2),
         (make_training_chain(12), 0.6),
-        *(
-            pytest.param(graph, share, marks=pytest.mark.slow)
-            for graph, share in (
-                (draw_training_step(14, 14), 0.8),
-                (draw_training_step(1, 12), 0.4),
-                (draw_training_step(2, 20), 0.8),
-                (draw_training_step(3, 29), 0.85),
-                (transformer(TransformerSize(layers=1)), 0.5),
-            )
+        *slow(
+            (draw_training_step(14, 14), 0.8),
+            (draw_training_step(1, 12), 0.4),
+            (draw_training_step(2, 20), 0.8),
+            (draw_training_step(3, 29), 0.85),
+            (transformer(TransformerSize(layers=1)), 0.5),
         ),
     ],
     ids=["17 ops", "skips", "chain", "29 ops", "25 ops", "41 ops", "59 ops", "transformer"],

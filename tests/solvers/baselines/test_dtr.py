@@ -19,6 +19,7 @@ from solvers.online.ledger import Deallocation
 from solvers.registry import get_solver
 from solvers.result import Status
 from tests.support.graphs.imported import public_log
+from tests.support.marks import slow
 from tests.support.solvers.answers import ask
 
 OOM = math.inf
@@ -100,13 +101,12 @@ def test_without_eviction_the_peak_is_that_of_keeping_everything(name: str) -> N
         (DtrRule.DTR, 1024, 0.96),
         (DtrRule.FULL, 64, 0.77),
         (DtrRule.FULL, 256, 0.90),
-        pytest.param(DtrRule.FULL, 1024, 0.96, marks=pytest.mark.slow),
         (DtrRule.LOCAL, 64, 2.5),
         (DtrRule.LOCAL, 256, 7.7),
-        pytest.param(DtrRule.LOCAL, 1024, 26.0, marks=pytest.mark.slow),
         (DtrRule.LRU, 64, 2.5),
         (DtrRule.LRU, 256, 7.7),
         (DtrRule.LRU, 1024, 26.0),
+        *slow((DtrRule.FULL, 1024, 0.96), (DtrRule.LOCAL, 1024, 26.0)),
     ],
 )
 def test_recomputation_on_a_linear_network(rule: DtrRule, length: int, again: float) -> None:

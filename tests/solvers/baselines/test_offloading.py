@@ -19,6 +19,7 @@ from solvers.result import Reason, Status
 from solvers.windows import solve as solve_exactly
 from tests.support.budgets import peak_bytes
 from tests.support.graphs.options import check_by_both_judges, offered, random_step, small_gpt, with_trips
+from tests.support.marks import slow, slow_among
 from tests.support.solvers.answers import ask
 
 UNLIMITED = 10**15
@@ -36,9 +37,7 @@ def tensors_of_a_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rules, "_LEAST_BYTES", 1)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("auto-perf-maxing", "poet") else name for name in RIVALS]
-)
+@pytest.mark.parametrize("name", slow_among(RIVALS, "auto-perf-maxing", "poet"))
 def test_schedules_with_offload_pass_both_judges(name: str) -> None:
     found = copied = 0
     seeds = range(20)
@@ -55,14 +54,8 @@ def test_schedules_with_offload_pass_both_judges(name: str) -> None:
     assert found > len(seeds) and copied
 
 
-@pytest.mark.parametrize("wanted", [3, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in ("auto-perf-maxing", "sac-and-offload", "save-on-cpu") else name
-        for name in RIVALS
-    ],
-)
+@pytest.mark.parametrize("wanted", [3, *slow(40)])
+@pytest.mark.parametrize("name", slow_among(RIVALS, "auto-perf-maxing", "sac-and-offload", "save-on-cpu"))
 def test_no_baseline_is_faster_than_the_bound(name: str, wanted: int) -> None:
     compared = 0
     for seed in itertools.count(100):
@@ -108,10 +101,7 @@ def bounds(captured: Graph) -> dict[float, float | None]:
     return {share: solve_exactly(ask(captured, int(share * peak), time_limit_s=5)).bound_s for share in (1.0, 0.85, 0.7)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name in ("auto-perf-maxing", "sac-and-offload") else name for name in LARGE],
-)
+@pytest.mark.parametrize("name", slow_among(LARGE, "auto-perf-maxing", "sac-and-offload"))
 def test_baselines_on_a_captured_gpt_respect_the_bound(name: str, captured: Graph, bounds: dict[float, float | None]) -> None:
     peak = peak_bytes(remove_offload(captured)[0])
     found = 0

@@ -14,6 +14,7 @@ from solvers.clock import WallClock
 from solvers.registry import estimate_program_time_s
 from solvers.result import Reason
 from tests.support.graphs.options import check_by_both_judges, offered, with_trips
+from tests.support.marks import slow
 from tests.support.solvers.answers import ask
 
 
@@ -44,7 +45,7 @@ def test_cost_of_copies_decides_between_recomputing_and_offload(monkeypatch: pyt
     assert computed.time_s == 9.0
 
 
-@pytest.mark.parametrize("power", [pytest.param(1.0, marks=pytest.mark.slow), 0.01])
+@pytest.mark.parametrize("power", [0.01, *slow(1.0)])
 def test_program_cost_bounds_the_cost_of_the_schedule(power: float) -> None:
     compared = 0
     for seed in range(40):

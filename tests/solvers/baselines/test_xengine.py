@@ -20,6 +20,7 @@ from solvers.registry import estimate_program_time_s, get_solver
 from solvers.result import Reason, Result, Status
 from tests.support.graphs.options import check_by_both_judges, names, on_devices, random_placement, with_trips
 from tests.support.graphs.small_graphs import diamond
+from tests.support.marks import slow
 from tests.support.solvers.answers import ask
 from tests.support.solvers.brute_force_placement import fastest_overlapped, fastest_serial
 
@@ -48,7 +49,7 @@ def two_branches() -> Graph:
     return on_devices(draft.build_graph([c]), OtherDevice("second", (4.0, 4.0, 1.0), 4.0))
 
 
-@pytest.mark.parametrize("stay", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["published", "stay"])
+@pytest.mark.parametrize("stay", [False, *slow(True)], ids=["published", "stay"])
 def test_its_optimum_is_that_of_its_class(stay: bool) -> None:
     seen: Counter[str] = Counter()
     for seed in range(40):

@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 
 from solvers.online.heuristics import NAMES, Interpreter, make_heuristic
 from solvers.online.ledger import Ledger
+from tests.support.marks import slow, slow_except
 
 MiB = 2**20
 
@@ -65,9 +66,7 @@ def by_brute_force(ledger: Ledger, candidates: list[int], now_s: float) -> int:
     return tied[0] if least == 0 else tied[-1]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("dtr", "lru") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("name", slow_except(NAMES, "dtr", "lru"))
 @given(seed=st.integers(0, 10**6))
 def test_the_victim_has_the_least_score_of_all(name: str, seed: int) -> None:
     ledger = Ledger(Interpreter(0) if name == "megengine" else name)
@@ -128,18 +127,8 @@ def run_chain(ledger: Ledger, ops: int, most: int) -> None:
         before = [storage]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dtr",
-        "dtr-local",
-        "lru",
-        "largest",
-        pytest.param("dtr-random", marks=pytest.mark.slow),
-        pytest.param("megengine", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("ops", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dtr", "dtr-local", "lru", "largest", *slow("dtr-random", "megengine")])
+@pytest.mark.parametrize("ops", [10_000, *slow(100_000)])
 def test_bookkeeping_per_op_is_sublinear(name: str, ops: int) -> None:
     # 1/4 of the ops are in memory at once. Work grows with the square root of that: 4 times as many cost about twice as much.
     work = []

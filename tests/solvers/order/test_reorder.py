@@ -28,6 +28,7 @@ from solvers.order.reorder import Reordering, find_order, permute
 from solvers.registry import get_solver
 from solvers.result import Status
 from tests.support.budgets import peak_bytes
+from tests.support.marks import slow
 from tests.support.models.steps import capture_of, make, random_schedule
 from tests.support.solvers.answers import ask
 
@@ -245,9 +246,7 @@ def schedules(found: Reordering) -> list[Schedule]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    "name", [pytest.param("gpt2_written", marks=pytest.mark.slow), pytest.param("resnet18", marks=pytest.mark.slow), "mutated"]
-)
+@pytest.mark.parametrize("name", ["mutated", *slow("gpt2_written", "resnet18")])
 def test_a_step_in_another_order_is_the_same_to_the_last_bit(name: str) -> None:
     workload = make(name)
     captured = capture_of(name)

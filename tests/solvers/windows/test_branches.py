@@ -16,6 +16,7 @@ from solvers.tolerance import Tolerance
 from solvers.windows.search import Search
 from solvers.windows.strategies import branches as branching
 from solvers.windows.strategies.branches import Branches
+from tests.support.marks import slow
 from tests.support.solvers.brute_force import fastest_with_options
 
 
@@ -39,7 +40,7 @@ def all_of_them(branches: Branches) -> None:
         branches._look(branches._choose_next())
 
 
-@pytest.mark.parametrize("seeds", [range(30), *(pytest.param(range(n, n + 250), marks=pytest.mark.slow) for n in (1000, 1250))])
+@pytest.mark.parametrize("seeds", [range(30), *slow(range(1000, 1250), range(1250, 1500))])
 def test_the_least_bound_of_the_branches_is_below_the_best_of_all_schedules(seeds: range) -> None:
     split = tight = feasible = 0
     for seed in seeds:

@@ -18,6 +18,7 @@ from solvers.windows.decoding.decode import order_of, try_out
 from solvers.windows.decoding.encode import encode_order
 from solvers.windows.relaxation.models import build_relaxation
 from tests.support.graphs.small_graphs import random_overwriting
+from tests.support.marks import slow
 from tests.support.solvers.random_orders import everything, random_order, short_form
 
 ROOT = Path(__file__).parents[3]
@@ -29,8 +30,8 @@ ROOT = Path(__file__).parents[3]
     [
         *((draw_graph, seed) for seed in (*range(30), 1448)),
         *((random_overwriting, seed) for seed in range(15)),
-        *(pytest.param(draw_graph, seed, marks=pytest.mark.slow) for seed in range(30, 100)),
-        *(pytest.param(random_overwriting, seed, marks=pytest.mark.slow) for seed in range(15, 40)),
+        *slow(*((draw_graph, seed) for seed in range(30, 100))),
+        *slow(*((random_overwriting, seed) for seed in range(15, 40))),
     ],
 )
 def test_every_schedule_in_short_form_solves_the_relaxation_at_its_budget(make: Callable[[int, int], Graph], seed: int) -> None:

@@ -12,10 +12,11 @@ from planner.measure.tracing import trace
 from planner.plans.solve import solve
 from planner.plans.summary import summarize
 from solvers.bounds import bound_least_budget
+from tests.support.marks import slow
 
 
 # A quarter of its layers are still more than the memory that tracing them may take.
-@pytest.fixture(scope="module", params=[8, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[8, *slow(32)])
 def layers(request: pytest.FixtureRequest) -> int:
     return request.param
 

@@ -12,6 +12,7 @@ from solvers.problem import Problem, build_problem
 from solvers.windows.decoding.decode import Trial, order_of, try_out
 from solvers.windows.decoding.pruning import prune_with_transfers
 from solvers.windows.strategies.offloading import generate_simpler, recompute_where_it_waits
+from tests.support.marks import slow
 from tests.support.solvers.random_orders import random_order, short_form
 
 GB = 10**9
@@ -32,7 +33,7 @@ def random_trial(draw: random.Random, problem: Problem) -> Trial:
     return try_out(problem, order_of(problem, computed, reloads))
 
 
-@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 8))])
+@pytest.mark.parametrize("seed", [*range(5), *slow(*range(5, 8))])
 def test_recomputing_in_place_of_a_reload_shortens_waits(seed: int) -> None:
     draw = random.Random(seed)
     problem = build_problem(offering(seed, 2e9), 100 * GB)
@@ -46,7 +47,7 @@ def test_recomputing_in_place_of_a_reload_shortens_waits(seed: int) -> None:
     assert recompute_where_it_waits(problem, waiting, budget, lambda: True) is waiting
 
 
-@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 8))])
+@pytest.mark.parametrize("seed", [*range(5), *slow(*range(5, 8))])
 def test_simpler_orders_have_one_execution_or_copy_less(seed: int) -> None:
     draw = random.Random(seed)
     problem = build_problem(offering(seed, 20e9), 100 * GB)

@@ -33,6 +33,7 @@ from solvers.windows.part_process import Inbox, PartProcess, PartTask, SearchEnd
 from solvers.windows.parts import OwnProcess, Part, start_process
 from solvers.windows.search import Search
 from solvers.windows.strategies.substitution import substitute
+from tests.support.marks import slow_among
 
 # At once: small graphs are solved before anything else would begin.
 AT_ONCE = replace(WindowsParams(), parts=replace(WindowsParams().parts, between=0.0))
@@ -82,7 +83,7 @@ def task_of(seed: int, task: Callable[[Search, Inbox], None]) -> PartTask:
     return PartTask(*instance(seed), TOLERANCE, WindowsParams(), 120.0, task)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) if seed == LONG else seed for seed in SEEDS])
+@pytest.mark.parametrize("seed", slow_among(SEEDS, LONG))
 def test_search_in_a_process_equals_the_local_search(seed: int) -> None:
     here = Search.of(Request(*instance(seed), TOLERANCE, WallClock(120)))
     run(here)

@@ -26,6 +26,7 @@ from solvers.windows.parts import LAST, Part
 from solvers.windows.search import Search
 from solvers.windows.strategies.branches import Branches
 from tests.support.budgets import budget_at, peak_bytes
+from tests.support.marks import slow
 
 FLOATING = 1e-9
 TRANSFORMER = transformer(TransformerSize(layers=4))
@@ -57,7 +58,7 @@ def test_sending_is_no_slower_than_not_sending() -> None:
     assert time_of(sending) <= time_of(alone) * (1 + FLOATING)
 
 
-@pytest.mark.parametrize("seed", [2, pytest.param(8, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [2, *slow(8, 12)])
 def test_no_budget_gets_slower_by_an_option(seed: int) -> None:
     graph = draw_options(seed, 40, 12)
     program = remove_options(graph)

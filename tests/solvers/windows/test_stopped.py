@@ -17,6 +17,7 @@ from solvers.windows.params import BoundParams, WindowsParams
 from solvers.windows.search import Search
 from solvers.windows.strategies.first_schedules import Imitation
 from tests.support.budgets import peak_bytes
+from tests.support.marks import slow
 from tests.support.solvers.answers import ask
 
 
@@ -81,7 +82,7 @@ def test_resident_bytes_follow_allocations() -> None:
     assert read_resident_bytes() - before < 40_000_000
 
 
-@pytest.mark.parametrize("share", [pytest.param(9, marks=pytest.mark.slow), 7, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [7, *slow(9, 6)])
 def test_no_other_method_is_faster_even_where_time_is_short(share: int) -> None:
     graph = transformer(TransformerSize(layers=4))
     budget = peak_bytes(graph) * share // 10

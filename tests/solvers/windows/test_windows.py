@@ -21,6 +21,7 @@ from solvers.windows.decoding.decode import Order, Trial
 from solvers.windows.params import WindowsParams
 from tests.support.budgets import peak_bytes
 from tests.support.graphs.small_graphs import diamond, kept_output, two_outputs
+from tests.support.marks import slow
 from tests.support.solvers.answers import KNOWN_OPTIMA, ask
 
 
@@ -92,7 +93,7 @@ def test_infeasible_though_every_op_fits() -> None:
     assert solve(ask(graph, 9)).time_s == 5
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 5))])
+@pytest.mark.parametrize("seed", [*range(4), *slow(4, 5)])
 def test_lower_budgets_take_no_less_time(seed: int) -> None:
     graph = draw_training_step(seed, 8)
     peak = peak_bytes(graph)

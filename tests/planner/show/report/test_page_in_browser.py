@@ -18,6 +18,7 @@ from planner.show.facts.step import StepFacts
 from planner.show.facts.timeline import Timeline
 from planner.show.report.page import render_page
 from planner.studies.curve import CurveRow
+from tests.support.marks import slow
 from tests.support.report import solved
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -279,10 +280,7 @@ def page_with_copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(render_page(StepFacts.of(Timeline(offered, plan)), CURVE), tmp_path_factory.mktemp("page"))
 
 
-@pytest.mark.parametrize(
-    ("width", "dark"),
-    [(390, False), (820, True), (1400, False), *(pytest.param(*given, marks=pytest.mark.slow) for given in _OTHER_LOOKS)],
-)
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (820, True), (1400, False), *slow(*_OTHER_LOOKS)])
 def test_page_elements_do_not_overlap_at_any_width(browser: Any, page_with_copies: Path, width: int, dark: bool) -> None:
     show(browser, page_with_copies, width=width, dark=dark, touch=width < 500)
     assert browser.execute_script(_WIDE) <= width

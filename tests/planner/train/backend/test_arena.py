@@ -15,6 +15,7 @@ from planner.runtime.arena import Arena
 from planner.runtime.arena_allocator import Missed
 from planner.train.backend.planned_graph import PlannedGraph
 from tests.support.budgets import HALF_WAY
+from tests.support.marks import slow
 from tests.support.models.outcomes import peak_bytes
 from tests.support.models.steps import make
 
@@ -47,11 +48,8 @@ def taken_bytes(step: Step, model: nn.Module, batch: Any) -> int:
 
 
 @pytest.mark.usefixtures("half_way")
-@pytest.mark.parametrize("kernels", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name",
-    ["gpt2_sdpa", pytest.param("resnet18", marks=pytest.mark.slow), "mutated", pytest.param("unet", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("kernels", ["eager", *slow("inductor")])
+@pytest.mark.parametrize("name", ["gpt2_sdpa", "mutated", *slow("resnet18", "unet")])
 def test_trains_as_without_an_arena(name: str, kernels: str, graphs: list[PlannedGraph]) -> None:
     workload = make(name)
     twin = copy.deepcopy(workload.model)
@@ -137,9 +135,8 @@ def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kernels", "budget_bytes"),
     [
-        pytest.param("eager", 450_000, marks=pytest.mark.slow),  # the first plans leave gaps, and others are made for less
         ("eager", 520_000),
-        pytest.param("inductor", 520_000, marks=pytest.mark.slow),
+        *slow(("eager", 450_000), ("inductor", 520_000)),  # within the first, plans leave gaps, and others are made for less
     ],
 )
 def test_several_graphs_lie_beside_each_other(kernels: str, budget_bytes: int, graphs: list[PlannedGraph]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
+from tests.support.marks import slow
 from tests.support.models.outcomes import assert_same, train_by
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
@@ -44,16 +45,10 @@ def assert_exact(model: nn.Module, x: Tensor, entry: Entry) -> None:
     assert_same(train_by(entry(model, x), model, [(x,)] * 2), train_by(eager(twin, x), twin, [(x,)] * 2))
 
 
-@pytest.mark.parametrize("entry", [compiled, pytest.param(checkpointed, marks=pytest.mark.slow), as_backend])
+@pytest.mark.parametrize("entry", [compiled, as_backend, *slow(checkpointed)])
 @pytest.mark.parametrize(
     ("dtype", "p"),
-    [
-        (torch.float32, 0.15),
-        (torch.float32, 0.45),
-        (torch.bfloat16, 0.1),
-        pytest.param(torch.float16, 0.1, marks=pytest.mark.slow),
-        (torch.bfloat16, 1.0),
-    ],
+    [(torch.float32, 0.15), (torch.float32, 0.45), (torch.bfloat16, 0.1), (torch.bfloat16, 1.0), *slow((torch.float16, 0.1))],
 )
 def test_dropout_rounds_as_in_eager_mode(dtype: torch.dtype, p: float, entry: Entry) -> None:
     torch.manual_seed(0)
@@ -61,7 +56,7 @@ def test_dropout_rounds_as_in_eager_mode(dtype: torch.dtype, p: float, entry: En
     assert_exact(model, torch.randn(32, 16, dtype=dtype), entry)
 
 
-@pytest.mark.parametrize("entry", [compiled, pytest.param(checkpointed, marks=pytest.mark.slow), as_backend])
+@pytest.mark.parametrize("entry", [compiled, as_backend, *slow(checkpointed)])
 def test_random_ops_whose_results_are_not_used(entry: Entry) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         h = m.layer(x)
@@ -74,7 +69,7 @@ def test_random_ops_whose_results_are_not_used(entry: Entry) -> None:
     assert_exact(FunctionModule(forward, layer=nn.Linear(8, 8)), torch.randn(4, 8), entry)
 
 
-@pytest.mark.parametrize("entry", [compiled, pytest.param(checkpointed, marks=pytest.mark.slow), as_backend])
+@pytest.mark.parametrize("entry", [compiled, as_backend, *slow(checkpointed)])
 def test_a_gradient_that_is_always_zero(entry: Entry) -> None:
     signs, scale = (nn.Parameter(torch.randn(8)) for _ in range(2))
     model = FunctionModule(lambda m, x: torch.sgn(m.signs) + x * m.scale, signs=signs, scale=scale)
@@ -115,7 +110,7 @@ DRAWS: dict[str, Callable[[random.Random], object]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace", "ignore:the model is captured as several graphs")
-@pytest.mark.parametrize("entry", [checkpointed, pytest.param(as_backend, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("entry", [checkpointed, *slow(as_backend)])
 @pytest.mark.parametrize("name", DRAWS)
 def test_numbers_that_python_draws_are_those_of_eager_mode(name: str, entry: Entry) -> None:
     torch.manual_seed(0)

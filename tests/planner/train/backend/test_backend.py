@@ -15,6 +15,7 @@ from graphs.errors import InfeasibleError, PlannerError, UsageError
 from planner.capture.step import TrainingStep
 from planner.measure.steps import measure_memory, measure_outcome
 from tests.support.budgets import HALF_WAY
+from tests.support.marks import slow
 from tests.support.models.steps import make, norm_twice
 from tests.support.raised_warnings import raise_warnings
 
@@ -26,16 +27,7 @@ def compiled(model: nn.Module, **options: object) -> Callable[..., Any]:
 
 
 @pytest.mark.usefixtures("half_way")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt2_sdpa",
-        pytest.param("resnet18", marks=pytest.mark.slow),
-        "mutated",
-        "tied",
-        pytest.param("unet", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", ["gpt2_sdpa", "mutated", "tied", *slow("resnet18", "unet")])
 def test_a_compiled_model_trains_as_eager_does(name: str) -> None:
     workload = make(name)
     twin = copy.deepcopy(workload.model)

@@ -20,6 +20,7 @@ from planner.train.backend.rest_of_step import add_rest, find_lean_schedule, map
 from planner.train.backend.step_memory import PassStorages, compute_bytes_of_others, find_unread
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
+from tests.support.marks import slow
 from tests.support.models.backend import (
     Apart,
     Masked,
@@ -43,15 +44,7 @@ pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarni
 _SCALARS = 64  # the loss and its gradient are made outside of the model
 
 
-@pytest.mark.parametrize(
-    ("make", "graphs"),
-    [
-        (Masked, 1),
-        pytest.param(Apart, 3, marks=pytest.mark.slow),
-        pytest.param(Thirds, 3, marks=pytest.mark.slow),
-        pytest.param(wav2vec2, 2, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("make", "graphs"), [(Masked, 1), *slow((Apart, 3), (Thirds, 3), (wav2vec2, 2))])
 def test_measured_peak_is_within_the_budget(make: Callable[[], nn.Module], graphs: int) -> None:
     torch.manual_seed(0)
     model = make()
@@ -312,11 +305,7 @@ class WithUnplannedHead(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "shapes"),
-    [
-        pytest.param(FromLeaf, ((512, 32),), marks=pytest.mark.slow),
-        *((WithTeacher, ((512, 32),)), (WithUnplannedHead, ((64, 32), (64, 256)))),
-    ],
+    ("make", "shapes"), [(WithTeacher, ((512, 32),)), (WithUnplannedHead, ((64, 32), (64, 256))), *slow((FromLeaf, ((512, 32),)))]
 )
 def test_memory_of_graphs_without_a_plan_is_in_the_budget(
     make: Callable[[], nn.Module], shapes: tuple[tuple[int, ...], ...]

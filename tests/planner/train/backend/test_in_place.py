@@ -15,6 +15,7 @@ from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.measure.steps import measure_outcome
 from planner.train.backend.planned_graph import PlannedGraph
+from tests.support.marks import slow
 from tests.support.models.backend import Thirds, measured_bytes
 from tests.support.models.steps import make, random_schedule
 
@@ -26,9 +27,7 @@ def compiled(step: Any) -> Callable[..., Any]:
     return torch.compile(step, backend="planner", dynamic=False, options=options)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("gpt2_written", marks=pytest.mark.slow), pytest.param("resnet18", marks=pytest.mark.slow), "tied"]
-)
+@pytest.mark.parametrize("name", ["tied", *slow("gpt2_written", "resnet18")])
 def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str, graphs: list[PlannedGraph]) -> None:
     model, loss_fn, batch = make(name)
     twin = copy.deepcopy(model)

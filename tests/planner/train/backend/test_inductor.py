@@ -20,6 +20,7 @@ from planner.plans import search
 from planner.plans.plan import Plan
 from planner.settings.budget import Budget
 from tests.support.budgets import between
+from tests.support.marks import slow
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -81,7 +82,7 @@ def run(
     return found, measure_memory(step, workload.batch, static_bytes=0, device=torch.device("cpu")).peak_bytes
 
 
-@pytest.mark.parametrize(("norm", "dropout"), [(nn.LayerNorm, 0.3), pytest.param(nn.BatchNorm1d, 0.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("norm", "dropout"), [(nn.LayerNorm, 0.3), *slow((nn.BatchNorm1d, 0.0))])
 def test_computing_again_leaves_the_bits_of_torch_compile(
     norm: type[nn.Module], dropout: float, solved: list[tuple[Graph, Plan]]
 ) -> None:

@@ -15,6 +15,7 @@ from planner.runtime.transfers.channels import HostChannels
 from planner.train.backend.planned_graph import PlannedGraph
 from planner.train.backend.rest_of_step import build_keep_everything
 from planner.train.backend.shared_channels import compute_host_room
+from tests.support.marks import slow
 from tests.support.models.backend import assert_same_state, compiled_with_offload, layers, trained_once
 from tests.support.models.offloaded import with_random_copies
 from tests.support.models.outcomes import assert_same, train_by
@@ -74,7 +75,7 @@ def test_offloaded_training_equals_eager_within_both_budgets(
     assert measured <= predicted + 1024 < 0.61 * whole
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, pytest.param(nn.BatchNorm1d, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, *slow(nn.BatchNorm1d)])
 def test_copies_may_be_anywhere_and_under_way_between_the_passes(
     norm: type[nn.Module], graphs: list[PlannedGraph], opened: list[HostChannels]
 ) -> None:
@@ -100,7 +101,7 @@ def test_copies_may_be_anywhere_and_under_way_between_the_passes(
     assert between
 
 
-@pytest.mark.parametrize("host_budget", ["1GB", pytest.param("700kB", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("host_budget", ["1GB", *slow("700kB")])
 def test_graphs_share_the_hosts_memory(host_budget: str, graphs: list[PlannedGraph], opened: list[HostChannels]) -> None:
     torch.manual_seed(0)
     assert_trains_as_eager(Broken(), lambda twin: compiled_with_offload(twin, "60%", host_budget=host_budget))

@@ -16,6 +16,7 @@ from benchmarks.models.parts import FunctionModule
 from planner.train.backend.planned_graph import PlannedGraph
 from planner.train.backend.shared_budget import SharedBudget
 from planner.train.backend.step_memory import PassStorages
+from tests.support.marks import slow, slow_except
 from tests.support.models.random_pieces import OPERATIONS, SIZE, Call, Pieces, random_pieces
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -32,7 +33,7 @@ def compiled(model: nn.Module) -> Callable[..., Any]:
 
 
 # The same code plans for both: each test tries one, and the weekly run the other.
-EITHER = [compiled, pytest.param(checkpointed, marks=pytest.mark.slow)]
+EITHER = [compiled, *slow(checkpointed)]
 
 
 def with_kernels(model: nn.Module) -> Callable[..., Any]:
@@ -76,7 +77,7 @@ def assert_exact(pieces: Sequence[Sequence[Call]], wrap: Callable[[nn.Module], C
         assert all(torch.equal(same_order[i], found[i]) and torch.allclose(wanted[i], found[i], rtol=1e-5) for i in differing)
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 120))])
+@pytest.mark.parametrize("seed", [*range(3), *slow(*range(3, 120))])
 def test_random_pieces_train_as_eager(seed: int) -> None:
     assert_exact(random_pieces(seed), checkpointed if seed % 2 else compiled)
 
@@ -84,9 +85,7 @@ def test_random_pieces_train_as_eager(seed: int) -> None:
 ALONE = ("add a number", "unbind", "same", "detached beside")
 
 
-@pytest.mark.parametrize(
-    "name", [*ALONE, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(OPERATIONS) if name not in ALONE)]
-)
+@pytest.mark.parametrize("name", slow_except(sorted(OPERATIONS), *ALONE))
 def test_a_piece_of_one_operation_trains_as_eager(name: str) -> None:
     before = [Call("linear", (0,), kept=True), Call("multiply", (0,), kept=False)]
     assert_exact([before, [Call(name, (0, 1), kept=False)], [Call("linear", (1,), kept=True)]], compiled)
@@ -189,7 +188,7 @@ def test_what_an_unplanned_graph_keeps_counts_for_the_graphs_that_follow(graphs:
     assert held[1] >= 2 * activation_bytes
 
 
-@pytest.mark.parametrize("made", [Branching, pytest.param(WithSparseGradients, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("made", [Branching, *slow(WithSparseGradients)])
 def test_with_kernels_a_graph_that_no_plan_can_hold_runs_as_compiled(made: type[Branching], graphs: list[PlannedGraph]) -> None:
     torch.manual_seed(0)
     model = made()

@@ -16,6 +16,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.measure.steps import get_loss, measure_outcome
 from planner.runtime.executor import Executor
+from tests.support.marks import slow
 from tests.support.models.steps import random_schedule
 
 
@@ -73,13 +74,12 @@ def two_losses(logits: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("loss_fn", "more"),
     [
-        pytest.param(F.cross_entropy, {}, marks=pytest.mark.slow),
-        pytest.param(nn.CrossEntropyLoss(label_smoothing=0.1), {}, marks=pytest.mark.slow),
         (F.cross_entropy, {"mask": torch.ones(5, 16).tril(), "scale": 0.5}),
         (F.cross_entropy, {"weight": torch.tensor([1.0, 2.0, 0.5])}),
         (two_losses, {"mask": torch.ones(5, 1)}),
+        *slow((F.cross_entropy, {}), (nn.CrossEntropyLoss(label_smoothing=0.1), {})),
     ],
-    ids=["function", "module", "mask and number", "weighted", "two losses"],
+    ids=["mask and number", "weighted", "two losses", "function", "module"],
 )
 def test_a_batch_by_name_trains_as_eager_does(loss_fn: Any, more: dict[str, object]) -> None:
     torch.manual_seed(0)
@@ -109,14 +109,7 @@ def test_step_returns_all_values_of_the_loss_function() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(lambda loss, _: loss, marks=pytest.mark.slow),
-        Pair,
-        Output,
-        pytest.param(lambda *pair: list(pair), marks=pytest.mark.slow),
-        lambda loss, y: {"y": y, "loss": loss},
-    ],
+    "kind", [Pair, Output, lambda loss, y: {"y": y, "loss": loss}, *slow(lambda loss, _: loss, lambda *pair: list(pair))]
 )
 def test_a_model_may_make_its_own_loss(kind: Any) -> None:
     torch.manual_seed(0)
@@ -141,15 +134,15 @@ def test_the_loss_may_be_picked_from_a_models_outputs() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        pytest.param(Output, "the step returns a NoneType where the loss", marks=pytest.mark.slow),
-        pytest.param(lambda _, y: {"logits": y}, "the step returns a NoneType where the loss", marks=pytest.mark.slow),
-        pytest.param(
-            lambda _, y: (y.sum(), "text"), "the step returns a str where the loss or another tensor", marks=pytest.mark.slow
-        ),
-        pytest.param(lambda _, y: (), "the step returns a tuple where the loss", marks=pytest.mark.slow),
         (lambda _, y: {"loss": y.sum(), "count": 3}, "a dict of tensors with a 'loss'"),
+        *slow(
+            (Output, "the step returns a NoneType where the loss"),
+            (lambda _, y: {"logits": y}, "the step returns a NoneType where the loss"),
+            (lambda _, y: (y.sum(), "text"), "the step returns a str where the loss or another tensor"),
+            (lambda _, y: (), "the step returns a tuple where the loss"),
+        ),
     ],
-    ids=["object", "dict", "text", "empty", "number"],
+    ids=["number", "object", "dict", "text", "empty"],
 )
 def test_model_without_a_loss_raises(kind: Any, message: str) -> None:
     with pytest.raises(TraceError, match=message):

@@ -26,6 +26,7 @@ from planner.runtime.slab_addresses import RecordedStep, SlabAddresses, plan_sla
 from planner.train.compile.dynamic import DynamicStep
 from planner.train.compile.step import PlannedStep
 from tests.support.logs import lines_of
+from tests.support.marks import slow
 from tests.support.models.outcomes import peak_bytes
 from tests.support.models.steps import make
 
@@ -74,7 +75,7 @@ def test_trains_as_without_an_arena(kernels: str) -> None:
     assert "outside" in str(plan)
 
 
-@pytest.mark.parametrize("name", ["vit", "unet", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["vit", "unet", *slow("llama")])
 def test_a_plan_predicts_what_its_step_asks_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = []
 

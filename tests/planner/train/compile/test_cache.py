@@ -17,6 +17,7 @@ from graphs.synthetic.small import make_training_chain
 from planner.plans.cache import PlanCache
 from planner.plans.document import write_plan
 from planner.settings.budget import Share, read_budget
+from tests.support.marks import slow
 from tests.support.models.planned import compiled_with_cache, workload
 from tests.support.processes import run_apart
 from tests.support.raised_warnings import raise_warnings
@@ -36,14 +37,7 @@ def test_a_plan_is_solved_once(tmp_path: Path, solves: list[object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
-    [
-        {"budget": "99%"},
-        {"batch": 9},
-        pytest.param({"optimizer": "adamw"}, marks=pytest.mark.slow),
-        pytest.param({"tolerance": 0.5}, marks=pytest.mark.slow),
-        pytest.param({"tolerance": 0.001}, marks=pytest.mark.slow),
-    ],
+    "other", [{"budget": "99%"}, {"batch": 9}, *slow({"optimizer": "adamw"}, {"tolerance": 0.5}, {"tolerance": 0.001})]
 )
 def test_different_settings_are_solved_again(other: dict[str, Any], tmp_path: Path, solves: list[object]) -> None:
     compiled_with_cache(tmp_path)
@@ -56,12 +50,7 @@ def test_different_settings_are_solved_again(other: dict[str, Any], tmp_path: Pa
     ("get", "set_to", "values"),
     [
         (torch.get_num_threads, torch.set_num_threads, (1, 2, 1)),
-        pytest.param(
-            torch.get_float32_matmul_precision,
-            torch.set_float32_matmul_precision,
-            ("highest", "high", "highest"),
-            marks=pytest.mark.slow,
-        ),
+        *slow((torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, ("highest", "high", "highest"))),
     ],
     ids=["threads", "precision"],
 )
@@ -89,35 +78,32 @@ def change(fields: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[str]
     [
         (lambda text: text[: len(text) // 2], "cut short"),
         (change(lambda plan: {"steps": plan["steps"][1:]}), "not in memory|never computes"),
-        *(
-            pytest.param(spoil, said, marks=pytest.mark.slow)
-            for spoil, said in (
-                (lambda text: "", "the file is empty"),
-                (change(lambda plan: {"graph": plan["graph"] | {"fingerprint": "0" * 32}}), "the plan is for another graph"),
-                (change(lambda _: {"budget_bytes": 1, "peak_bytes": 1}), "its measured peak here is .*, over its budget of 1 B"),
-                (
-                    change(lambda _: {"budget_bytes": 10**12, "peak_bytes": 10**12, "measured_peak_bytes": 10**11}),
-                    r"its budget is 1000000000000 B, and \d+ B was asked for",
-                ),
-                (
-                    change(lambda plan: {"measured_peak_bytes": plan["budget_bytes"] + 1}),
-                    "its measured peak here is .*, over its budget of",
-                ),
-                (change(lambda _: {"peak_bytes": 1}), "a peak of 1 B, but its tensors alone take"),
-                (
-                    change(lambda plan: {"graph": plan["graph"] | {"keep_everything_peak_bytes": 2 * plan["peak_bytes"] // 3}}),
-                    r"its budget is \d+ B, and \d+ B was asked for",
-                ),
-                (
-                    change(lambda plan: {"time_s": 2 * plan["time_s"], "bound_s": 2 * plan["bound_s"]}),
-                    "a step time of .*, but its schedule neither recomputes nor transfers",
-                ),
-                (change(lambda plan: {"bound_s": 2 * plan["time_s"]}), "that no schedule takes less than .*, but its own takes"),
-                (
-                    change(lambda plan: {"bound_s": plan["time_s"] / 2, "status": "optimal"}),
-                    "that it is optimal, but its gap of 100.* is over the tolerance",
-                ),
-            )
+        *slow(
+            (lambda text: "", "the file is empty"),
+            (change(lambda plan: {"graph": plan["graph"] | {"fingerprint": "0" * 32}}), "the plan is for another graph"),
+            (change(lambda _: {"budget_bytes": 1, "peak_bytes": 1}), "its measured peak here is .*, over its budget of 1 B"),
+            (
+                change(lambda _: {"budget_bytes": 10**12, "peak_bytes": 10**12, "measured_peak_bytes": 10**11}),
+                r"its budget is 1000000000000 B, and \d+ B was asked for",
+            ),
+            (
+                change(lambda plan: {"measured_peak_bytes": plan["budget_bytes"] + 1}),
+                "its measured peak here is .*, over its budget of",
+            ),
+            (change(lambda _: {"peak_bytes": 1}), "a peak of 1 B, but its tensors alone take"),
+            (
+                change(lambda plan: {"graph": plan["graph"] | {"keep_everything_peak_bytes": 2 * plan["peak_bytes"] // 3}}),
+                r"its budget is \d+ B, and \d+ B was asked for",
+            ),
+            (
+                change(lambda plan: {"time_s": 2 * plan["time_s"], "bound_s": 2 * plan["bound_s"]}),
+                "a step time of .*, but its schedule neither recomputes nor transfers",
+            ),
+            (change(lambda plan: {"bound_s": 2 * plan["time_s"]}), "that no schedule takes less than .*, but its own takes"),
+            (
+                change(lambda plan: {"bound_s": plan["time_s"] / 2, "status": "optimal"}),
+                "that it is optimal, but its gap of 100.* is over the tolerance",
+            ),
         ),
     ],
 )

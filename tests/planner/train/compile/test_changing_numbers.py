@@ -16,6 +16,7 @@ import planner
 from graphs.errors import MismatchError
 from planner.train.compile.compiler import Compiler
 from planner.train.distributed.wrappers import Unwrapped
+from tests.support.marks import slow
 from tests.support.raised_warnings import raise_warnings
 
 SETTINGS = {"temperature": 1}
@@ -198,7 +199,7 @@ def test_a_better_plan_is_found_while_numbers_change() -> None:
     twins.compare(beta=0.75)
 
 
-@pytest.mark.parametrize("options", [pytest.param({"replan": False}, marks=pytest.mark.slow), {"replan": None}], ids=str)
+@pytest.mark.parametrize("options", [{"replan": None}, *slow({"replan": False})], ids=str)
 def test_other_changes_are_refused(options: dict[str, Any]) -> None:
     twins = Twins(**options)
     twins.planned.outer.bias.requires_grad_(False)

@@ -23,6 +23,7 @@ from planner.plans.eager import DifferingOp, EagerComparison
 from planner.runtime.executor import Executor
 from planner.train.compile import compare_eager
 from planner.train.compile.compare_eager import compare_with_eager, warn_of_differences
+from tests.support.marks import slow
 from tests.support.models.planned import DIFFERS, compiled, gpt2, plain
 from tests.support.models.steps import random_schedule
 
@@ -123,7 +124,7 @@ class Noisy(nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize(("offset", "within"), [(0.0, True), pytest.param(0.01, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("offset", "within"), [(0.0, True), *slow((0.01, False))])
 def test_where_eager_does_not_repeat_its_bits_errors_are_compared(offset: float, within: bool) -> None:
     workload = Workload(Noisy(offset), F.cross_entropy, (torch.randn(8, 16), torch.randint(3, (8,))))
     captured = capture(*workload)

@@ -9,6 +9,7 @@ from torch import nn
 
 import planner
 from graphs.errors import TraceError
+from tests.support.marks import slow
 
 
 class Counting(nn.Module):
@@ -60,9 +61,7 @@ def counts(model: nn.Module) -> list[tuple[int, float]]:
 
 
 @pytest.mark.filterwarnings("ignore:planned again:UserWarning")  # once, for the other branch
-@pytest.mark.parametrize(
-    "kind", [Alternating, Nested, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Counting, WarmUp, Decay))]
-)
+@pytest.mark.parametrize("kind", [Alternating, Nested, *slow(Counting, WarmUp, Decay)])
 def test_steps_count_as_in_eager(kind: type[Counting]) -> None:
     torch.manual_seed(0)
     planned, x = kind(), torch.randn(4, 8)

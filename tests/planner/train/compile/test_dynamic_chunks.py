@@ -10,6 +10,7 @@ from planner.capture.step import TrainingStep
 from planner.measure.steps import measure_outcome
 from planner.train.compile.dynamic import DynamicStep
 from solvers.bounds import bound_least_budget
+from tests.support.marks import slow
 from tests.support.models.alternatives import CLASSES, in_chunks, make, schedule_with
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -20,7 +21,7 @@ def batch(rows: int) -> Batch:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("exact", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("exact", [True, *slow(False)])
 def test_a_loss_head_is_in_chunks_at_each_size(*, exact: bool) -> None:
     torch.manual_seed(0)
     model, loss_fn, _ = make("smoothed")

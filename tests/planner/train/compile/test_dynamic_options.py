@@ -12,6 +12,7 @@ from planner.capture.step import TrainingStep
 from planner.measure.steps import measure_outcome
 from planner.train.compile.dynamic import DynamicStep
 from tests.support.budgets import between
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -20,9 +21,7 @@ def images(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(count, 3, 16, 16), torch.randint(5, (count,))
 
 
-@pytest.mark.parametrize(
-    "option", [pytest.param("in-place", marks=pytest.mark.slow), "pack", pytest.param("kernels", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("option", ["pack", *slow("in-place", "kernels")])
 def test_an_option_goes_with_each_size(option: str) -> None:
     torch.manual_seed(0)
     found_in = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU6(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.GELU())

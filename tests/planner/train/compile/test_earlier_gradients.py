@@ -13,6 +13,7 @@ from graphs.schedule import Schedule, keep_everything
 from planner.runtime.earlier_gradients import EarlierGradients, pass_peaks
 from planner.train.compile.step import PlannedStep
 from tests.support.budgets import HALF_WAY, half_way_known
+from tests.support.marks import slow
 
 Workload = tuple[nn.Module, Callable[..., torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Loop = Callable[[PlannedStep, torch.optim.Optimizer, torch.Tensor, torch.Tensor], None]
@@ -70,8 +71,8 @@ def two_losses_at_once(step: PlannedStep, optimizer: torch.optim.Optimizer, x: t
     optimizer.step()
 
 
-FITTING = [zeroed_behind, zeroed_before, pytest.param(two_losses_at_once, marks=pytest.mark.slow)]
-NOT_FITTING = [never_zeroed, *(pytest.param(loop, marks=pytest.mark.slow) for loop in (filled_with_zeros, two_losses))]
+FITTING = [zeroed_behind, zeroed_before, *slow(two_losses_at_once)]
+NOT_FITTING = [never_zeroed, *slow(filled_with_zeros, two_losses)]
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from torch import nn
 import planner
 from benchmarks.models.parts import FunctionModule
 from graphs.errors import TraceError
+from tests.support.marks import slow
 from tests.support.models.as_eager import Together, check_trains_as_eager
 
 
@@ -56,7 +57,7 @@ GRADIENT_WRITES = [
 
 def all_and_each(ways: list[Any]) -> list[Any]:
     """Several ways in one step; the weekly run has a step for each."""
-    return [ways, *(pytest.param([way], marks=pytest.mark.slow) for way in ways)]
+    return [ways, *slow(*([way] for way in ways))]
 
 
 @pytest.mark.parametrize("calls", all_and_each(GRADIENT_WRITES))
@@ -122,13 +123,7 @@ def test_data_of_weights_is_written_in_place() -> None:
     check_trains_as_eager(Averaged, None, lambda number: vectors(number)[:1])
 
 
-@pytest.mark.parametrize(
-    "planned",
-    [
-        pytest.param(planner.checkpoint, marks=pytest.mark.slow),
-        lambda m, **o: torch.compile(m, backend="planner", options=o),
-    ],
-)
+@pytest.mark.parametrize("planned", [lambda m, **o: torch.compile(m, backend="planner", options=o), *slow(planner.checkpoint)])
 def test_data_of_weights_is_written_in_place_by_the_backend(planned: Callable[..., Any]) -> None:
     trained = []
     for wrap in (planned, lambda model, **_: model):

@@ -15,6 +15,7 @@ from graphs.simulate import simulate
 from planner.capture.kernels.variants import CompileVariant
 from tests.support.budgets import on_the_way
 from tests.support.inductor.steps import CASES, Prepared, differences, freed_over, prepare
+from tests.support.marks import slow_except
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -38,7 +39,7 @@ def prepared(name: str, variant: CompileVariant = CompileVariant.DEFAULT) -> Pre
 
 
 def marked(names: Iterable[str]) -> list[object]:
-    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return slow_except(names, *FAST)
 
 
 def measured_as_predicted(graph: Graph, schedule: Schedule) -> int:

@@ -24,6 +24,7 @@ from planner.train.compile.inductor_compiler import InductorCompiler
 from planner.train.compile.per_batch import BatchPlans, check_options
 from planner.train.distributed.wrappers import unwrap
 from tests.support.inductor.steps import compiled as by_torch_compile, everything
+from tests.support.marks import slow
 from tests.support.models.planned import assert_no_trace
 
 pytestmark = [
@@ -71,7 +72,7 @@ def test_inductor_step_without_eager_comparison_is_exact() -> None:
     assert_as_torch_compile(step, model, batch)
 
 
-@pytest.mark.parametrize("variant", ["default", pytest.param("keep", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", ["default", *slow("keep")])
 def test_a_plan_comes_out_of_the_cache(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         inductor_compiler, "_compute_relative_time", lambda step: step.plan.graph.provenance["variant"] != variant
@@ -162,10 +163,7 @@ class Picks(nn.Linear):
     ("kind", "said"),
     [
         (Branches, r"if hidden\.sum\(\)\.item\(\) > 0 .* depends on the data, on parameters or activations"),
-        pytest.param(
-            *(Picks, r"^Inductor's code has the statement .* shapes and control flow must not depend on data"),
-            marks=pytest.mark.slow,  # only what is compiled says so
-        ),
+        *slow((Picks, r"^Inductor's code has the statement .* shapes and control flow must not depend on data")),
     ],
 )
 def test_uncompilable_models_raise(kind: type[nn.Linear], said: str) -> None:

@@ -19,6 +19,7 @@ from planner.measure.steps import measure_outcome
 from planner.settings.link import MEASURED_LINK
 from planner.train.compile.dynamic import DynamicStep
 from tests.support.inductor.steps import CASES, Case, compiled, mlp, prepare
+from tests.support.marks import slow
 from tests.support.models.outcomes import peak_bytes
 
 pytestmark = [
@@ -83,7 +84,7 @@ def test_each_size_is_compiled_and_planned_for_itself() -> None:
         step(*batch(4096))
 
 
-@pytest.mark.parametrize("case", [Case(mlp), pytest.param(CASES["everything"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", [Case(mlp), *slow(CASES["everything"])])
 def test_kernels_profiled_alone_have_the_sizes_of_the_step(case: Case) -> None:
     """To the byte; the times differ by what was in the caches."""
     known = prepare(case)

@@ -16,6 +16,7 @@ import planner
 from benchmarks.models.parts import FunctionModule
 from graphs.errors import PlannerError
 from planner.torch_private.capture import GRADIENT_SETTINGS
+from tests.support.marks import slow
 from tests.support.models.as_eager import check_trains_as_eager
 
 pytestmark = pytest.mark.skipif(not GRADIENT_SETTINGS, reason="this release of PyTorch captures no gradients")
@@ -104,7 +105,7 @@ def several(net: nn.Module, x: Tensor) -> Tensor:
 
 
 ALONE = (penalty, equation, forces, divergence, curvature, adversarial, unused, inner_loop)
-LOSSES: list[Any] = [several, *(pytest.param(loss, marks=pytest.mark.slow) for loss in ALONE)]
+LOSSES: list[Any] = [several, *slow(*ALONE)]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -126,7 +127,7 @@ def several_transforms(net: nn.Module, x: Tensor) -> Tensor:
     return slopes.square().mean() + jvp(net, (x,), (x,))[1].square().mean() + vjp(net, x)[1](x[:, :1])[0].square().mean()
 
 
-@pytest.mark.parametrize("loss", [several_transforms, *(pytest.param(loss, marks=pytest.mark.slow) for loss in TRANSFORMED)])
+@pytest.mark.parametrize("loss", [several_transforms, *slow(*TRANSFORMED)])
 def test_transforms_inside_the_step_train_as_in_eager_mode(loss: Callable[..., Tensor]) -> None:
     check_trains_as_eager(lambda: with_loss(loss, network(activation=nn.Tanh)), None, points)
 
@@ -140,10 +141,10 @@ def by_checkpoint(model: nn.Module, budget: str) -> Any:
 
 
 # The same code plans for both: each test tries one, and the weekly run the other.
-EITHER = [by_backend, pytest.param(by_checkpoint, marks=pytest.mark.slow)]
+EITHER = [by_backend, *slow(by_checkpoint)]
 
 
-@pytest.mark.parametrize("loss", [penalty, penalty_at_the_end, pytest.param(equation, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loss", [penalty, penalty_at_the_end, *slow(equation)])
 @pytest.mark.parametrize("planned", EITHER)
 def test_gradients_inside_the_model_train_as_in_eager_mode(
     planned: Callable[[nn.Module, str], Any], loss: Callable[..., Tensor]

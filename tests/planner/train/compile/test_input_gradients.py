@@ -10,6 +10,7 @@ from graphs.errors import MismatchError
 from graphs.ir import Kind
 from planner.capture.trace import capture
 from tests.support.budgets import HALF_WAY
+from tests.support.marks import slow
 
 
 def model_and_encoder() -> tuple[nn.Module, nn.Module]:
@@ -74,15 +75,7 @@ def test_the_gradient_is_an_output_of_the_step_and_counts() -> None:
     assert sizes[1] - sizes[0] == x.nbytes
 
 
-@pytest.mark.parametrize(
-    ("planned", "dynamic"),
-    [
-        (False, True),
-        (True, False),
-        pytest.param(False, False, marks=pytest.mark.slow),
-        pytest.param(True, True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("planned", "dynamic"), [(False, True), (True, False), *slow((False, False), (True, True))])
 def test_another_requires_grad_than_planned_is_refused(planned: bool, dynamic: bool) -> None:
     model, _ = model_and_encoder()
     x, y = torch.randn(32, 8), torch.randn(32, 4)

@@ -17,6 +17,7 @@ from torch import nn
 
 import planner
 from graphs.errors import TraceError
+from tests.support.marks import slow
 
 torchmetrics = pytest.importorskip("torchmetrics")
 SEEN: list[torch.Tensor] = []
@@ -178,10 +179,7 @@ def leaves(values: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     "note",
-    [
-        *(in_turn(append_to_global, append_nested), append_number, update_metrics),
-        *(pytest.param(note, marks=pytest.mark.slow) for note in (append, append_to_global, append_nested)),
-    ],
+    [in_turn(append_to_global, append_nested), append_number, update_metrics, *slow(append, append_to_global, append_nested)],
 )
 def test_lists_and_metrics_are_filled_as_in_eager_mode(note: Forward) -> None:
     torch.manual_seed(0)
@@ -244,10 +242,11 @@ def use(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor
 @pytest.mark.parametrize(
     "note",
     [
-        *(in_turn(add_numbers, fill_containers, write_texts), in_turn(add_tensors, append_with_history)),
-        *(count_and_print, weight_by_last),
-        *(pytest.param(note, marks=pytest.mark.slow) for note in (add_numbers, fill_containers, write_texts)),
-        *(pytest.param(note, marks=pytest.mark.slow) for note in (add_tensors, append_with_history)),
+        in_turn(add_numbers, fill_containers, write_texts),
+        in_turn(add_tensors, append_with_history),
+        count_and_print,
+        weight_by_last,
+        *slow(add_numbers, fill_containers, write_texts, add_tensors, append_with_history),
     ],
 )
 def test_what_a_step_records_is_as_in_eager_mode(

@@ -12,6 +12,7 @@ from torch import nn
 import planner
 from planner.capture.workload.models import Workload, build
 from planner.train.compile.step import PlannedStep
+from tests.support.marks import slow
 
 
 def _compiled(workload: Workload, **options: Any) -> PlannedStep:
@@ -36,7 +37,7 @@ def _backend(workload: Workload) -> Callable[..., torch.Tensor]:
         lambda workload: planner.trace(*workload, passes=1),
         lambda workload: planner.run(planner.solve(planner.trace(*workload, passes=1), "100%"), *workload, repeats=1),
         _backend,
-        pytest.param(lambda workload: _compiled(workload, kernels="inductor"), marks=pytest.mark.slow),
+        *slow(lambda workload: _compiled(workload, kernels="inductor")),
     ],
     ids=["compile", "dynamic", "offload", "trace", "run", "backend", "inductor"],
 )

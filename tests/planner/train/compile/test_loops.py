@@ -25,6 +25,7 @@ from planner.capture.workload.models import Workload, build
 from planner.measure.steps import get_loss
 from planner.runtime.executor import Executor
 from tests.support.budgets import HALF_WAY
+from tests.support.marks import slow, slow_except
 from tests.support.models.steps import make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -94,13 +95,7 @@ LOOPS: dict[str, tuple[Callable[[], Workload], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("autocast fp16, scaled", "accumulated, gradients zeroed") else pytest.param(name, marks=pytest.mark.slow)
-        for name in LOOPS
-    ],
-)
+@pytest.mark.parametrize("name", slow_except(LOOPS, "autocast fp16, scaled", "accumulated, gradients zeroed"))
 def test_a_loop_trains_as_eager_does(name: str) -> None:
     make_workload, options = LOOPS[name]
     torch.manual_seed(7)
@@ -166,7 +161,7 @@ def test_evaluation_between_steps_does_not_change_training() -> None:
     assert all(torch.equal(a, p.grad) for a, p in zip(wanted, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("mode", [pytest.param(torch.no_grad, marks=pytest.mark.slow), torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.inference_mode, *slow(torch.no_grad)])
 def test_without_gradients_a_step_evaluates_any_batch(mode: Callable[[], AbstractContextManager[None]]) -> None:
     workload = make("mutated")
     step, (x, y) = planned(workload), workload.batch
@@ -211,7 +206,7 @@ def test_eval_mode_with_gradients_says_how_to_evaluate() -> None:
         step(*workload.batch)
 
 
-@pytest.mark.parametrize("options", [{}, {"replan": True}, pytest.param({"dynamic": True}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{}, {"replan": True}, *slow({"dynamic": True})])
 def test_the_code_of_both_passes_can_be_read(options: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     x, y = torch.randn(6, 8), torch.randn(6, 1)
@@ -278,7 +273,7 @@ def sigmoid_over_what_is_saved() -> tuple[nn.Module, Callable[..., Any]]:
 
 
 @pytest.mark.usefixtures("half_way")
-@pytest.mark.parametrize("plan", [pytest.param(dropout_at_half_way, marks=pytest.mark.slow), sigmoid_over_what_is_saved])
+@pytest.mark.parametrize("plan", [sigmoid_over_what_is_saved, *slow(dropout_at_half_way)])
 def test_backward_comes_again_where_the_graph_is_retained(plan: Callable[[], tuple[nn.Module, Callable[..., Any]]]) -> None:
     batch = make("vit").batch
     model, step = plan()

@@ -17,6 +17,7 @@ import planner
 from graphs.errors import PlannerError, TraceError
 from planner.capture.frontend.preserved_state import UndoWrites, preserve_training_state
 from planner.capture.step import TrainingStep
+from tests.support.marks import slow
 from tests.support.models.planned import BATCH, CALLS, Remembers, assert_no_trace, plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of what a planned step does not change
@@ -58,9 +59,7 @@ def steps_behind_accumulation(model: nn.Module, optimizer: Optimizer) -> None:
             parameter.accumulation.register_hook(lambda *_: optimizer.step())
 
 
-@pytest.mark.parametrize(
-    "hook", [steps_behind_parameters, pytest.param(steps_in_tensor_hooks, marks=pytest.mark.slow), steps_behind_accumulation]
-)
+@pytest.mark.parametrize("hook", [steps_behind_parameters, steps_behind_accumulation, *slow(steps_in_tensor_hooks)])
 def test_an_optimizer_in_the_backward_pass_does_not_step(hook: Callable[[nn.Module, Optimizer], None]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 3))
@@ -124,8 +123,7 @@ class Interrupted(BaseException):
     ("where", "error"),
     [
         ("plans.search.solve_graph", Interrupted),
-        pytest.param("train.compile.compiler.measure_peak", RuntimeError, marks=pytest.mark.slow),
-        pytest.param("train.compile.compiler.profile_capture", Interrupted, marks=pytest.mark.slow),
+        *slow(("train.compile.compiler.measure_peak", RuntimeError), ("train.compile.compiler.profile_capture", Interrupted)),
     ],
 )
 def test_a_failure_on_the_way_leaves_nothing(where: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +193,7 @@ def test_tensors_that_are_no_buffers_are_put_back() -> None:
     assert torch.equal(model.total, torch.zeros(3))
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", [torch.no_grad, *slow(torch.inference_mode)])
 def test_a_call_without_gradients_is_refused(mode: Callable[[], Any]) -> None:
     model = Remembers()
 

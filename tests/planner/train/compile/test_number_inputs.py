@@ -17,6 +17,7 @@ import planner
 from planner.train.compile.step import PlannedStep
 from planner.train.distributed.wrappers import Unwrapped
 from tests.support.budgets import between
+from tests.support.marks import slow_among, slow_except
 
 Expression = Callable[[torch.Tensor, Any], torch.Tensor]
 
@@ -128,9 +129,7 @@ BY_VALUE: dict[str, Expression] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("probability", "size") else pytest.param(name, marks=pytest.mark.slow) for name in BY_VALUE]
-)
+@pytest.mark.parametrize("name", slow_except(BY_VALUE, "probability", "size"))
 def test_where_the_number_itself_is_needed_each_value_is_captured(name: str, captures: list[int]) -> None:
     follow(BY_VALUE[name], range(3), times=1)
     assert 3 <= len(captures) <= 4
@@ -188,9 +187,7 @@ REGIONS: dict[str, Expression] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "gradient inside" else name for name in REGIONS]
-)
+@pytest.mark.parametrize("name", slow_among(REGIONS, "gradient inside"))
 def test_numbers_enter_regions_of_their_own(name: str) -> None:
     follow(REGIONS[name], range(3), times=1)
 

@@ -17,6 +17,7 @@ from planner.measure.run_plan import run
 from planner.measure.tracing import trace
 from solvers.clock import WorkClock
 from solvers.least import bracket_least_budget
+from tests.support.marks import slow_among
 from tests.support.models.steps import classes, norm_twice, solve_for
 
 
@@ -126,12 +127,7 @@ MODELS = [
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(make, marks=pytest.mark.slow) if make in (bags, channels_last, encoder, fourier, images, spectral) else make
-        for make in MODELS
-    ],
-    ids=lambda make: make.__name__,
+    "make", slow_among(MODELS, bags, channels_last, encoder, fourier, images, spectral), ids=lambda make: make.__name__
 )
 def test_tight_plans_of_other_models_are_exact_within_budget(make: Callable[[], Workload]) -> None:
     torch.manual_seed(5)

@@ -12,6 +12,7 @@ from graphs.errors import InfeasibleError
 from planner.plans.line import plan_line
 from planner.progress import Event, Progress, Stage
 from tests.support.logs import lines_of
+from tests.support.marks import slow_among
 from tests.support.models.planned import workload
 
 PLANNING = [stage for stage in Stage if stage is not Stage.COMPILE]
@@ -86,9 +87,7 @@ def test_an_error_ends_the_stage() -> None:
     assert (seen[-1].event, seen[-1].stage) == ("failed", "solve")
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(s, marks=pytest.mark.slow) if s in (Stage.MEASURE, Stage.CHECK) else s for s in PLANNING]
-)
+@pytest.mark.parametrize("stage", slow_among(PLANNING, Stage.MEASURE, Stage.CHECK))
 def test_an_interrupt_ends_planning_in_any_stage(stage: Stage) -> None:
     seen: list[Progress] = []
 

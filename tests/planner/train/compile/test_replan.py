@@ -14,6 +14,7 @@ from benchmarks.models.parts import FunctionModule
 from graphs.errors import TraceError
 from planner.capture.step import LossFn
 from planner.train.compile.compiler import Compiler
+from tests.support.marks import slow
 from tests.support.models.steps import MutatedBuffer
 from tests.support.raised_warnings import raise_warnings
 
@@ -28,7 +29,7 @@ def batch_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 48), torch.randn(rows, 3)
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dynamic", [False, *slow(True)])
 def test_trains_as_eager_while_things_change(dynamic: bool) -> None:
     planned, eager = MutatedBuffer(), MutatedBuffer()
     eager.load_state_dict(planned.state_dict())
@@ -97,7 +98,7 @@ def encoded(rows: int, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, length, 16), torch.randn(rows, 3)
 
 
-@pytest.mark.parametrize("replan", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("replan", [True, *slow(False)])
 def test_sizes_vary_without_planning_again(*, replan: bool) -> None:
     torch.manual_seed(0)
     # It does other ops for a batch of one, whose transposes are laid out otherwise.

@@ -19,6 +19,7 @@ from planner.train.backend.shared_budget import SharedBudget
 from planner.train.compile.compiler import Compiler
 from planner.train.compile.dynamic import DynamicStep
 from tests.support.budgets import HALF_WAY
+from tests.support.marks import slow
 from tests.support.raised_warnings import raise_warnings
 
 pytestmark = pytest.mark.usefixtures("half_way")
@@ -167,7 +168,7 @@ def masked(n: int) -> dict[str, Any]:
     return {"tokens": torch.randint(17, (n, 9)), "mask": torch.rand(n, 9) > 0.2, "positions": torch.randn(9, 16), "extra": extra}
 
 
-@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("dynamic", [True, *slow(False)])
 def test_masks_dicts_and_numbers_that_depend_on_the_rows(*, dynamic: bool) -> None:
     torch.manual_seed(0)
     model = Masked()
@@ -196,7 +197,7 @@ def test_gradients_accumulate_over_whole_and_smaller_batches() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("through", [pytest.param("checkpoint", marks=pytest.mark.slow), "backend"])
+@pytest.mark.parametrize("through", ["backend", *slow("checkpoint")])
 def test_checkpoint_and_backend_run_a_smaller_batch(through: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     planned = []

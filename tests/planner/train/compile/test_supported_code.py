@@ -14,6 +14,7 @@ from torch.distributions import kl
 import planner
 from graphs.errors import MismatchError, TraceError
 from graphs.ir import Kind
+from tests.support.marks import slow, slow_among, slow_except
 from tests.support.models.as_eager import check_trains_as_eager
 
 _INPUTS, _TARGETS = torch.randn(2, 4, 96, 32, generator=torch.Generator().manual_seed(1)).unbind()
@@ -72,7 +73,7 @@ def in_turn(functions: dict[str, Callable[..., torch.Tensor]], names: tuple[str,
 
 def some_and_each(functions: dict[str, Any], *names: str) -> list[Any]:
     """Several names for one step; the weekly run has a step for each of all."""
-    return [names, *(pytest.param((name,), marks=pytest.mark.slow) for name in functions)]
+    return [names, *slow(*(((name,),) for name in functions))]
 
 
 @pytest.mark.parametrize("names", some_and_each(SAMPLED, "normal", "categorical", "divergence"))
@@ -102,9 +103,7 @@ ARRAYS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("global", "scalar") else pytest.param(name, marks=pytest.mark.slow) for name in ARRAYS]
-)
+@pytest.mark.parametrize("name", slow_except(ARRAYS, "global", "scalar"))
 def test_arrays_of_numpy_are_constants(name: str) -> None:
     check_trains_as_eager(lambda: Between(ARRAYS[name], table=TABLE.copy(), scalar=np.float64(0.3)), F.mse_loss, batch_of)
 
@@ -380,8 +379,8 @@ PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, pytest.param(torch.sparse_csr, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name != "both" else name for name in PRODUCTS])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, *slow(torch.sparse_csr)])
+@pytest.mark.parametrize("name", slow_except(PRODUCTS, "both"))
 def test_products_of_a_sparse_buffer_train_as_in_eager_mode(layout: torch.layout, name: str) -> None:
     step = check_trains_as_eager(lambda: Convolutions(layout, PRODUCTS[name]), F.mse_loss, batch_of)
     assert step.measured is not None
@@ -436,7 +435,7 @@ CHANGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "+" else name for name in CHANGES])
+@pytest.mark.parametrize("name", slow_among(CHANGES, "+"))
 def test_entries_that_are_added_to_a_weight_train_as_in_eager_mode(name: str) -> None:
     check_trains_as_eager(lambda: ChangedEntries(CHANGES[name]), F.mse_loss, batch_of)
 

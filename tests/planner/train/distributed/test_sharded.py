@@ -45,6 +45,7 @@ from planner.train.distributed.wrappers import unwrap
 from solvers.bounds import bound_least_budget
 from tests.support.budgets import HALF_WAY
 from tests.support.distributed import on_processes
+from tests.support.marks import slow
 from tests.support.models.residual_blocks import mlp_block
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -731,8 +732,7 @@ def stop_alone(rank: int, *, when: str, settings: dict[str, Any]) -> None:
     ("when", "settings"),
     [
         ("forward", OVERLAP),
-        *(pytest.param(when, OVERLAP, marks=pytest.mark.slow) for when in ("backward", "between")),
-        *(pytest.param(when, SETTINGS, marks=pytest.mark.slow) for when in ("forward", "backward")),
+        *slow(("backward", OVERLAP), ("between", OVERLAP), ("forward", SETTINGS), ("backward", SETTINGS)),
     ],
 )
 def test_a_process_that_is_stopped_is_not_waited_for(when: str, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -740,13 +740,7 @@ def test_a_process_that_is_stopped_is_not_waited_for(when: str, settings: dict[s
 
 
 @pytest.mark.parametrize(
-    ("how", "settings"),
-    [
-        ("ends", SETTINGS),
-        ("loss", OVERLAP),
-        pytest.param("ends", OVERLAP, marks=pytest.mark.slow),
-        pytest.param("loss", SETTINGS, marks=pytest.mark.slow),
-    ],
+    ("how", "settings"), [("ends", SETTINGS), ("loss", OVERLAP), *slow(("ends", OVERLAP), ("loss", SETTINGS))]
 )
 def test_a_process_that_fails_or_ends_is_not_waited_for(how: str, settings: dict[str, Any], tmp_path: Path) -> None:
     on_processes(2, (partial(leave_alone, how=how, settings=settings),), tmp_path)

@@ -15,6 +15,7 @@ from planner.train.eager import memory
 from planner.train.eager.session import Rematerialization, rematerialize
 from tests.support.eager.models import LOOPS, TRANSFORMERS, Loop
 from tests.support.eager.tensors import existing, other_bytes
+from tests.support.marks import slow, slow_among
 
 _STEPS = 3
 
@@ -63,14 +64,8 @@ def _same_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "perf_counter", count().__next__)
 
 
-@pytest.mark.parametrize("share", [pytest.param(0.8, marks=pytest.mark.slow), pytest.param(0.6, marks=pytest.mark.slow), 0.4])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in ("python_lstm", "tree_lstm", "unrolled_gan") else name
-        for name in LOOPS
-    ],
-)
+@pytest.mark.parametrize("share", [0.4, *slow(0.8, 0.6)])
+@pytest.mark.parametrize("name", slow_among(LOOPS, "python_lstm", "tree_lstm", "unrolled_gan"))
 def test_results_are_eager_pytorchs_and_the_budget_holds(name: str, share: float) -> None:
     check(LOOPS[name], share)
 

@@ -35,6 +35,7 @@ from tests.support.eager.chains import (
 from tests.support.eager.models import LOOPS, Loop
 from tests.support.eager.tensors import existing, other_bytes
 from tests.support.logs import lines_of
+from tests.support.marks import slow, slow_among
 from tests.support.native import NEEDS_LIBRARY
 
 pytestmark = NEEDS_LIBRARY
@@ -202,8 +203,8 @@ def train(build: Callable[[], Loop], session: Rematerialization | None, shrinkin
     return [*results, *loop.state()]
 
 
-@pytest.mark.parametrize("at", [pytest.param(0.15, marks=pytest.mark.slow), 0.35, pytest.param(0.7, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "tree_lstm" else name for name in LOOPS])
+@pytest.mark.parametrize("at", [0.35, *slow(0.15, 0.7)])
+@pytest.mark.parametrize("name", slow_among(LOOPS, "tree_lstm"))
 def test_evicting_from_any_op_on_gives_the_bits_of_eager(name: str, at: float) -> None:
     others = other_bytes()
     with LiveStorages(existing()) as live:

@@ -27,6 +27,7 @@ from solvers.baselines.common.online import OnlineRun
 from solvers.online.heuristics import make_heuristic
 from tests.support.eager.solves import SolvedWhenWaitedFor
 from tests.support.eager.tensors import existing, other_bytes
+from tests.support.marks import slow
 
 ROOM = 560_000  # beside parameters and input; a step of 8 layers takes about twice as much
 _PATIENCE_S = 600.0
@@ -243,7 +244,7 @@ def images() -> tuple[nn.Module, Callable[[int, int], Tensor]]:
     return model, lambda n, k: model(pixels[:, :, :n, :k]).square().mean()
 
 
-@pytest.mark.parametrize("build", [pytest.param(encoder_decoder, marks=pytest.mark.slow), images])
+@pytest.mark.parametrize("build", [images, *slow(encoder_decoder)])
 def test_random_sizes_by_borrowed_plans_have_the_bits_of_eager(
     build: Callable[[], tuple[nn.Module, Callable[[int, int], Tensor]]],
 ) -> None:

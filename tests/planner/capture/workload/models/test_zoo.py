@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from graphs.errors import PlannerError, UsageError
 from planner.capture.workload.models import ZOO, Workload, build
 from planner.capture.workload.models.llama import compute_rotary_tables, rotate
+from tests.support.marks import slow_among
 
 TINY: dict[str, dict[str, Any]] = {
     "gpt2": {"batch": 2, "seq": 8, "layers": 2, "width": 16, "heads": 2, "vocab": 32},
@@ -73,9 +74,7 @@ def test_every_model_has_a_tiny_version() -> None:
     assert TINY.keys() == ZOO.keys()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("resnet152", "densenet121") else name for name in PARAMETERS]
-)
+@pytest.mark.parametrize("name", slow_among(PARAMETERS, "resnet152", "densenet121"))
 def test_parameters_are_the_published_number(name: str) -> None:
     assert parameters(name) == PARAMETERS[name]
 

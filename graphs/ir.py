@@ -106,7 +106,8 @@ class Op:
         phase: forward, backward or optimizer.
         recomputable: False if a second execution would be wrong.
         random: True if it draws random numbers; random ops keep their order.
-        mutates: ids of the static tensors that it writes in place; readers stay before or after the write, as in the program.
+        mutates: ids of the static tensors that it writes in place, in its first execution only; readers stay before or after the
+            write, as in the program.
         module: path of the module that called it, "" if unknown.
         stream: name of the stream that it runs on; ops of one stream run in the order of issue, streams run in parallel.
         optional: True if it is not an op of the program: a schedule may execute it anywhere, any number of times or never.

@@ -30,6 +30,7 @@ from planner.capture.rewrites.batch_norms import find_ignored_inputs
 from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_recomputed
 from planner.capture.rewrites.explicit_generators import get_explicit_generator
 from planner.capture.rewrites.hook_calls import HOOK
+from planner.capture.rewrites.in_place_updates import list_written
 from planner.capture.rewrites.outputs import (
     EFFECTS,
     find_first_backward,
@@ -119,8 +120,7 @@ class _GraphLowering:
         boundary = find_first_backward(self.graph)
         # Before the first op: whether an op may be recomputed depends on writes that come after it.
         self.written = self.statics.find_in_memory_of(
-            self.statics.find(_get_node(node.args[0]).meta["desc"])
-            for node in self.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+            self.statics.find(written.meta["desc"]) for node in self.graph.nodes for written in list_written(node)
         )
         phase = Phase.FORWARD
         for node in self.graph.nodes:
@@ -209,8 +209,10 @@ class _GraphLowering:
             raise TraceError(
                 f"the step calls {node.target}, which a static graph cannot hold: shapes and control flow must not depend on data"
             )
-        if node.target is torch.ops.aten.copy_.default:
-            self._add(node, phase, [], mutates=(self.statics.find(_get_node(node.args[0]).meta["desc"]),))
+        if written := list_written(node):
+            held = {get_storage(get_fake(each)) for each in written}
+            new = [(path, t) for path, t in _iterate_storages(node.meta["val"]) if get_storage(t) not in held]
+            self._add(node, phase, new, mutates=tuple(self.statics.find(each.meta["desc"]) for each in written))
             return
         made = list(_iterate_storages(node.meta.get("val")))  # missing for ops that return nothing, before PyTorch 2.12
         if called in EFFECTS:
@@ -281,7 +283,8 @@ class _GraphLowering:
             results.append((tensor, path))
             self._bind(node, path, tensor)
         once = generator is not None or node.target in EFFECTS or is_chosen_by_timing(str(node.target), self.statics.device)
-        repeatable = not (once or (isinstance(node.target, OpOverload) and node.target._schema.is_mutable))
+        again = self.references.build_again(node, results) if mutates or self.forward_outputs is not None else None
+        writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
         self.ops.append(
             Op(
                 id=len(self.ops),
@@ -292,15 +295,14 @@ class _GraphLowering:
                 time_s=0.0,
                 phase=phase,
                 # Values computed from an input that the step overwrites are valid only before the write.
-                recomputable=not mutates and not self.written.intersection(inputs) and repeatable,
+                recomputable=not (once or self.written.intersection(inputs)) and (again is not None or not writes),
                 random=is_random(node) or HOOK in node.meta,  # keeps the order of hooks
                 mutates=mutates,
                 module=self._get_module(node),
             )
         )
         redraw = None if state is None else self.references.build_redraw(node, self.own_generator)
-        after = None if self.forward_outputs is None else self.references.build_after_forward(node, results)
-        self.calls.append(call_of(call, results, random_state=state, redraw=redraw, after_forward=after))
+        self.calls.append(call_of(call, results, random_state=state, redraw=redraw, again=again))
         self.nodes.append(node)
 
     def _bind(self, node: fx.Node, path: Path, tensor: int) -> None:

@@ -54,8 +54,8 @@ class References:
             target, args[0] = drawn[0], Call(allocate_with_strides, (args[0], tuple(drawn[1])))
         return Call(target, tuple(args), kwargs)
 
-    def build_after_forward(self, node: fx.Node, outputs: Sequence[tuple[int, Path]]) -> Statement | None:
-        """Return the statement that makes the `outputs` of `node` after the forward pass; None if that is ``call``."""
+    def build_again(self, node: fx.Node, outputs: Sequence[tuple[int, Path]]) -> Statement | None:
+        """Return the statement that makes the `outputs` of `node` without what it writes or ignores; None if that is ``call``."""
         if not find_ignored_inputs(node):
             return None
         target, args, gone = build_without_statistics(node)

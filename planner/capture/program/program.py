@@ -204,7 +204,8 @@ class OpCalls:
         fakes: the arguments as fake tensors, if a single call runs several operators; else None.
         over: pairs of an output and an input that it may overwrite, with the call that does so.
         launches: True if these are launches of Inductor's kernels.
-        after_forward: replacement for the single statement once the forward pass has ended; None if it is the same.
+        again: replacement for the single statement once the forward pass has ended or, if the op writes in place, once it was
+            executed; None if it is the same.
         trace: the stack of the user's code that called the op, as text; None if it is not known.
     """
 
@@ -214,7 +215,7 @@ class OpCalls:
     fakes: tuple[Any, ...] | None = None
     over: tuple[tuple[int, int, Call], ...] = ()
     launches: bool = False
-    after_forward: Statement | None = None
+    again: Statement | None = None
     trace: str | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -249,8 +250,8 @@ class OpCalls:
 
     def renumber(self, numbers: Mapping[int, int]) -> "OpCalls":
         """Return the calls of the same op on other tensors, without in-place writes."""
-        after = None if self.after_forward is None else self.after_forward.renumber(numbers)
-        return replace(self, statements=tuple(each.renumber(numbers) for each in self.statements), over=(), after_forward=after)
+        again = None if self.again is None else self.again.renumber(numbers)
+        return replace(self, statements=tuple(each.renumber(numbers) for each in self.statements), over=(), again=again)
 
 
 def call_of(call: Call, outputs: Sequence[tuple[int, Path]], **more: Any) -> OpCalls:

@@ -165,7 +165,7 @@ class PassWriter:
 
     def _free(self, tensor: int) -> None:
         self._wait_for(tensor)
-        # In the backward pass, an op may make less than in the forward pass (``OpCalls.after_forward``).
+        # In the backward pass, an op may make less than in the forward pass (``OpCalls.again``).
         if tensor in self.builder.tensors or not self._is_after_forward:
             self.builder.free_tensor(tensor)
         del self.live[tensor]
@@ -173,8 +173,9 @@ class PassWriter:
     def _compute(self, op: int, wanted: frozenset[int], over: Pairs) -> None:
         """Write an execution of `op`."""
         calls = self._calls[op] if op in self._calls else self.program.calls[op]
-        if self._is_after_forward and calls.after_forward is not None:
-            statements: tuple[Statement, ...] = (calls.after_forward,)
+        is_again = op in self._done if self.graph.ops[op].mutates else self._is_after_forward
+        if is_again and calls.again is not None:
+            statements: tuple[Statement, ...] = (calls.again,)
         elif calls.random_state is None:
             statements = calls.list_written_over(over) if over else calls.statements
         else:

@@ -30,12 +30,14 @@ class _BatchNorm:
         backward: True for an op of the backward pass.
         updated: the paths of the new running statistics among the results.
         without: for a forward op, the op that returns the other results, under the same paths, and reads no running statistics.
+        in_place: for a forward op that returns new running statistics, the op that writes them over the old ones.
     """
 
     training: int | None = None
     backward: bool = False
     updated: tuple[tuple[int, ...], ...] = ()
     without: Callable[..., tuple[OpOverload, tuple[Any, ...]]] | None = None
+    in_place: OpOverload | None = None
 
 
 def _build_native(x: Any, weight: Any, bias: Any, _mean: Any, _variance: Any, *rest: Any) -> tuple[OpOverload, tuple[Any, ...]]:
@@ -47,8 +49,14 @@ def _build_cudnn(x: Any, weight: Any, bias: Any, _mean: Any, _variance: Any, *re
 
 
 _OPS: dict[object, _BatchNorm] = {
-    aten._native_batch_norm_legit_functional.default: _BatchNorm(training=5, updated=((3,), (4,)), without=_build_native),
-    aten._batch_norm_with_update_functional.default: _BatchNorm(updated=((4,), (5,)), without=_build_cudnn),
+    aten._native_batch_norm_legit_functional.default: _BatchNorm(
+        training=5, updated=((3,), (4,)), without=_build_native, in_place=aten._native_batch_norm_legit.default
+    ),
+    aten._native_batch_norm_legit.default: _BatchNorm(training=5, without=_build_native),
+    aten._batch_norm_with_update_functional.default: _BatchNorm(
+        updated=((4,), (5,)), without=_build_cudnn, in_place=aten._batch_norm_with_update.default
+    ),
+    aten._batch_norm_with_update.default: _BatchNorm(without=_build_cudnn),
     aten.native_batch_norm_backward.default: _BatchNorm(training=7, backward=True),
     aten.batch_norm_backward.default: _BatchNorm(training=7, backward=True),
 }
@@ -105,3 +113,25 @@ def build_without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...], tuple
     if op.without is not None:
         return *op.without(*node.args), op.updated
     return node.target, tuple(None if arg in ignored else arg for arg in node.args), ()
+
+
+def find_updates(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """Return the running statistics that a batch norm in training mode reads, with their new values; [] for other nodes."""
+    op, ignored = _OPS.get(node.target), find_ignored_inputs(node)
+    if op is None or op.in_place is None or len(ignored) < len(op.updated):
+        return []
+    values = {user.args[1]: user for user in node.users}
+    pairs = zip(node.args[_STATISTICS], op.updated, strict=True)
+    return [(before, values[index]) for before, (index,) in pairs if isinstance(before, fx.Node) and index in values]
+
+
+def update_statistics_in_place(node: fx.Node) -> None:
+    """Let a batch norm overwrite its running statistics; nothing reads the new ones among its results."""
+    op = _OPS[node.target]
+    assert op.in_place is not None
+    for _, after in find_updates(node):
+        for gradient in list(after.users):
+            gradient.args = tuple(None if arg is after else arg for arg in gradient.args)
+        node.graph.erase_node(after)
+    node.target = op.in_place
+    node.meta["val"] = node.meta["val"][: -len(op.updated)]

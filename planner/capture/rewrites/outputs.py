@@ -20,6 +20,7 @@ from torch import fx
 from graphs.errors import TraceError
 from planner.capture.rewrites.batch_norms import find_ignored_inputs
 from planner.capture.rewrites.hook_calls import CALL_HOOK
+from planner.capture.rewrites.in_place_updates import list_written, update_in_place
 from planner.torch_private import capture as private
 from planner.torch_private.core import OpOverload, auto_functionalized, detect_fake_mode, pytree, with_effects
 
@@ -48,6 +49,7 @@ def fix_outputs(graph: fx.Graph) -> None:
     check_outputs(graph)
     _drop_unnecessary_copies(graph)
     _write_back_mutations(graph, find_first_backward(graph))
+    update_in_place(graph)
     _separate_gradients(graph)
     remove_dead_code(graph)
 
@@ -358,6 +360,6 @@ def _set_outputs(graph: fx.Graph, pairs: list[tuple[object, private.AOTOutput]])
 def remove_dead_code(graph: fx.Graph) -> None:
     """Remove nodes that no output needs, except writes, checks and random ops (which advance the generator)."""
     for node in reversed(list(graph.nodes)):
-        needed = node.users or node.target in (aten.copy_.default, *EFFECTS) or is_random(node)
+        needed = node.users or node.target in EFFECTS or list_written(node) or is_random(node)
         if node.op == "call_function" and not needed:
             graph.erase_node(node)

@@ -18,7 +18,7 @@ def test_an_output_that_the_backward_pass_does_not_make_is_not_freed_there(is_af
     """As of a batch norm that runs again without its statistics."""
     tensors = (Tensor(0, "x", 16, ()), Tensor(1, "values", 16, (0,)), Tensor(2, "indices", 32, (0,)))
     graph = Graph((Op(0, "sort", "aten.sort", (0,), (1, 2), 1.0, phase=Phase.FORWARD),), tensors, frozenset({1}))
-    calls = call_of(SORT, [(1, (0,)), (2, (1,))], after_forward=Statement(SORT, ((1, (0,)),)))
+    calls = call_of(SORT, [(1, (0,)), (2, (1,))], again=Statement(SORT, ((1, (0,)),)))
     builder = PassBuilder(Program((calls,), (), None, (), ()))
     builder.add_tensor_list("static", [0])
     writer = PassWriter(graph, Program((calls,), (), None, (), ()))

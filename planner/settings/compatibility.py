@@ -30,88 +30,54 @@ class Incompatibility:
         return describe_conflict(f"the option {self.one!r}" if self.one in OPTIONS else self.one, self.other, self.reason)
 
 
-_OF_FEATURES = (
-    Incompatibility(
-        Feature.CUDA_GRAPH,
-        Feature.VARYING_SIZES,
+_OF_FEATURES = {
+    (Feature.CUDA_GRAPH, Feature.VARYING_SIZES): (
         "a CUDA graph keeps its memory, and there would be one for each size: leave out cuda_graph=True, or dynamic=True and pad "
-        "the batches",
+        "the batches"
     ),
-    Incompatibility(
-        Feature.CUDA_GRAPH,
-        Feature.REPLAN,
-        "a CUDA graph keeps its memory, and there would be one for each plan: leave out replan=True",
+    (Feature.CUDA_GRAPH, Feature.REPLAN): (
+        "a CUDA graph keeps its memory, and there would be one for each plan: leave out replan=True"
     ),
-    Incompatibility(
-        Feature.CUDA_GRAPH, Feature.SEVERAL_PROCESSES, "CUDA graphs work in a single process only: leave out cuda_graph=True"
+    (Feature.CUDA_GRAPH, Feature.SEVERAL_PROCESSES): "CUDA graphs work in a single process only: leave out cuda_graph=True",
+    (Feature.CUDA_GRAPH, Feature.ON_CPU): "a CUDA graph needs a model on a CUDA device: leave out cuda_graph=True",
+    (Feature.VARYING_SIZES, Feature.DDP): (
+        "its processes do not agree on sizes before each step: leave out dynamic=True, and pad the batches"
     ),
-    Incompatibility(Feature.CUDA_GRAPH, Feature.ON_CPU, "a CUDA graph needs a model on a CUDA device: leave out cuda_graph=True"),
-    Incompatibility(
-        Feature.VARYING_SIZES,
-        Feature.DDP,
-        "its processes do not agree on sizes before each step: leave out dynamic=True, and pad the batches",
-    ),
-    Incompatibility(
-        Feature.REPLAN,
-        Feature.DDP,
-        "one process cannot replan while the others wait for it: leave out replan=True",
-    ),
-    Incompatibility(
-        Feature.ARENA, Feature.CUDA_GRAPH, "a CUDA graph has memory of its own, at fixed addresses: leave out arena=True"
-    ),
-    Incompatibility(
-        Feature.ARENA,
-        Feature.SHARED_GPU,
+    (Feature.REPLAN, Feature.DDP): "one process cannot replan while the others wait for it: leave out replan=True",
+    (Feature.ARENA, Feature.CUDA_GRAPH): "a CUDA graph has memory of its own, at fixed addresses: leave out arena=True",
+    (Feature.ARENA, Feature.SHARED_GPU): (
         "an arena there works with PyTorch's CPU allocator only: leave it out, and set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     ),
-    Incompatibility(
-        Feature.ARENA,
-        Feature.MAX_OVERHEAD,
-        "the search for the least memory plans no addresses: give budget= instead of max_overhead=",
+    (Feature.ARENA, Feature.MAX_OVERHEAD): (
+        "the search for the least memory plans no addresses: give budget= instead of max_overhead="
     ),
-    Incompatibility(
-        Feature.MAX_OVERHEAD,
-        Feature.INDUCTOR,
-        "steps of Inductor's kernels are compiled for a budget: give budget= instead of max_overhead=",
+    (Feature.MAX_OVERHEAD, Feature.INDUCTOR): (
+        "steps of Inductor's kernels are compiled for a budget: give budget= instead of max_overhead="
     ),
-    Incompatibility(
-        Feature.RESERVED,
-        Feature.MAX_OVERHEAD,
-        "the search for the least memory counts allocated bytes: leave out memory=; the plan says how much is reserved",
+    (Feature.RESERVED, Feature.MAX_OVERHEAD): (
+        "the search for the least memory counts allocated bytes: leave out memory=; the plan says how much is reserved"
     ),
-    Incompatibility(
-        Feature.RESERVED,
-        Feature.ON_CPU,
-        "PyTorch's CPU allocator reserves no memory in advance: leave it out, or give memory='allocated'",
+    (Feature.RESERVED, Feature.ON_CPU): (
+        "PyTorch's CPU allocator reserves no memory in advance: leave it out, or give memory='allocated'"
     ),
-    Incompatibility(
-        Feature.VARYING_SIZES,
-        Feature.TORCH_COMPILE,
-        "each size gets a plan of its own, for fixed sizes: leave out dynamic=True and mark_dynamic",
+    (Feature.VARYING_SIZES, Feature.TORCH_COMPILE): (
+        "each size gets a plan of its own, for fixed sizes: leave out dynamic=True and mark_dynamic"
     ),
-    Incompatibility(
-        Feature.HOST_SHARE,
-        Feature.SEVERAL_PROCESSES,
-        "each process would take this share of the same free memory: give an amount for each, such as host_budget='8GB'",
+    (Feature.HOST_SHARE, Feature.SEVERAL_PROCESSES): (
+        "each process would take this share of the same free memory: give an amount for each, such as host_budget='8GB'"
     ),
-    Incompatibility(
-        Feature.ROOFLINE,
-        Feature.INDUCTOR,
-        "a roofline models ATen's ops, and Inductor's kernels must be measured: leave out roofline=",
+    (Feature.ROOFLINE, Feature.INDUCTOR): (
+        "a roofline models ATen's ops, and Inductor's kernels must be measured: leave out roofline="
     ),
-    Incompatibility(
-        Feature.ROOFLINE,
-        Feature.OTHER_DEVICES,
-        "with a roofline nothing is run, so ops cannot be measured on other devices: leave one of them out",
+    (Feature.ROOFLINE, Feature.OTHER_DEVICES): (
+        "with a roofline nothing is run, so ops cannot be measured on other devices: leave one of them out"
     ),
-    Incompatibility(
-        Feature.ROOFLINE,
-        Feature.MEASURED_LINK,
+    (Feature.ROOFLINE, Feature.MEASURED_LINK): (
         "with a roofline nothing is run, so the link cannot be measured: leave one of them out; without a link, the published "
-        "rate of the device is used",
+        "rate of the device is used"
     ),
-)
+}
 
 
 def list_conflicts() -> tuple[Incompatibility, ...]:
@@ -122,7 +88,7 @@ def list_conflicts() -> tuple[Incompatibility, ...]:
         for option in OPTIONS.values()
         if feature in option.refused
     )
-    return (*refused, *_OF_FEATURES)
+    return (*refused, *(Incompatibility(one, other, reason) for (one, other), reason in _OF_FEATURES.items()))
 
 
 def find_conflict(asked: Collection[str]) -> Incompatibility | None:

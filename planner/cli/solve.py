@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
     from planner.plans.document import write_plan
-    from planner.plans.plan_files import name_graph
+    from planner.plans.plan import name_graph
     from planner.plans.solve import solve
     from planner.progress import LineView
     from planner.show.report.describe import plan_data, plan_text

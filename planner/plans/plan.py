@@ -2,17 +2,19 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from graphs.errors import PlannerError
 from graphs.io.documents import PLAN_FORMAT
-from graphs.io.files import read_object
-from graphs.io.formats import summable
+from graphs.io.files import is_replaced, read_object
+from graphs.io.formats import read_graph, summable, write_graph
 from graphs.io.graph_document import build_from_dict
 from graphs.ir import Graph
 from graphs.short_tracebacks import shorten_traceback
-from planner.plans import plan_files
-from planner.plans.document import read_record, record_from_dict
+from planner.plans.document import read_record, record_from_dict, write_plan
+from planner.plans.plan_check import apply_plan_options, check_plan, find_graph_path
 from planner.plans.record import PlanRecord
 from planner.show.views import plan_views
 
@@ -48,7 +50,15 @@ class Plan(PlanRecord):
             OutputError: a file cannot be written.
             PlannerError: `graph` is given, but the plan does not hold its graph.
         """
-        plan_files.save(self, path, graph)
+        plan: PlanRecord = self
+        if graph is not None:
+            if self.source is None:
+                raise PlannerError(
+                    "the plan does not hold its graph, so that it cannot be written: only the plan can (graph=None)"
+                )
+            write_graph(self.source, graph)
+            plan = name_graph(self, path, graph)
+        write_plan(plan, path)
 
     @staticmethod
     @shorten_traceback
@@ -59,7 +69,13 @@ class Plan(PlanRecord):
             FormatError: the file holds no plan that this planner reads.
             MismatchError: the graph exists, but the plan disagrees with its schedule.
         """
-        return Plan.of(plan_files.load(path))
+        plan = read_plan(path)
+        where = find_graph_path(plan, path)
+        if where is None or not where.is_file():
+            return plan
+        graph = apply_plan_options(read_graph(where), plan)
+        check_plan(graph, plan)
+        return replace(plan, source=graph)
 
     @shorten_traceback
     def plot(self, graph: Graph | None = None) -> "Figure":
@@ -90,6 +106,16 @@ class Plan(PlanRecord):
     def _repr_html_(self) -> str:
         """Return the plan as HTML for a notebook, with the chart of its memory if the graph is known."""
         return plan_views.render_plan(self, self.source)
+
+
+def name_graph(plan: PlanRecord, path: str | os.PathLike[str], graph: str | os.PathLike[str]) -> PlanRecord:
+    """Return `plan`, to be written to `path`, with the file `graph` of its graph relative to the plan's folder.
+
+    If the plan is written to a pipe, the path is absolute.
+    """
+    full = Path(graph).resolve()
+    near = Path(os.path.relpath(full, Path(path).resolve().parent)) if is_replaced(path) else full
+    return replace(plan, graph_file=near.as_posix())
 
 
 def plan_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Plan:

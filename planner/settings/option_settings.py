@@ -238,7 +238,8 @@ def apply_recorded_options(graph: Graph, settings: Mapping[str, object]) -> Grap
         MismatchError: the settings are none that a solve records.
         GraphError: there is no such option, or it cannot be added to this graph, or the graph was traced without it.
     """
-    names, only = read_recorded_options(settings), _read_recorded_exact(settings)
+    names, exact = read_recorded_options(settings), settings.get("exact")
+    only = None if exact is None else _read_names("exact ops", exact)  # all ops may be offered
     known, others = read_recorded_link(settings), decode_devices(settings)
     if known is None:
         return apply_options(graph, names, Surroundings(others=others) if others else None, only)
@@ -254,19 +255,13 @@ def read_recorded_options(settings: Mapping[str, object]) -> tuple[str, ...]:
     Raises:
         MismatchError: they are no names.
     """
-    names = settings.get("options") or ()
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise _build_edited_error(f"the options {names!r}")
-    return tuple(names)
+    return _read_names("options", settings.get("options") or ())
 
 
-def _read_recorded_exact(settings: Mapping[str, object]) -> tuple[str, ...] | None:
-    """Return the names of the exact ops that were offered; None if all ops were."""
-    names = settings.get("exact")
-    if names is None:
-        return None
+def _read_names(what: str, names: object) -> tuple[str, ...]:
+    """Return `names`, of the settings of a plan."""
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise _build_edited_error(f"the exact ops {names!r}")
+        raise _build_edited_error(f"the {what} {names!r}")
     return tuple(names)
 
 

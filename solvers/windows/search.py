@@ -20,7 +20,6 @@ from solvers.windows.stopping import StoppingRule
 
 WORK_PER_EXECUTION = 1e-5  # of a simulation
 _KEPT_SOLUTIONS, _KEPT_TRIALS = 3, 8
-_PASSES = 8  # of pruning over an order
 _NEAR = 1.01  # times the best time: up to it a schedule that offloads is improved although it is not the best
 
 
@@ -127,4 +126,4 @@ class Search:
     def _prune(self, trial: Trial, discretization: Discretization | None = None) -> Trial:
         """Return `trial` without unnecessary recomputations."""
         should_stop = self.stopping.count_polls(WORK_PER_EXECUTION * len(trial.order.computed), self.stopping.is_stopped)
-        return prune(self.problem, trial, discretization, self.budget_bytes, should_stop, _PASSES)
+        return prune(self.problem, trial, discretization, self.budget_bytes, should_stop)

@@ -3,22 +3,22 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-MOST = 14
+_MOST = 14
 _REST = "other modules"
 
 
-def group_modules(names: Sequence[str], most: int = MOST) -> dict[str, str]:
-    """Return the group of each of `names`, the blocks of ops in program order: at most `most` groups, in order of appearance.
+def group_modules(names: Sequence[str]) -> dict[str, str]:
+    """Return the group of each of `names`, the blocks of ops in program order: at most ``_MOST`` groups, in order of appearance.
 
-    If there are too many blocks, numbered neighbours share a group, ``h.0`` to ``h.3``; blocks beyond `most` form one group.
+    If there are too many blocks, numbered neighbours share a group, ``h.0`` to ``h.3``; blocks beyond form one group.
     """
     distinct = list(dict.fromkeys(names))
-    if len(distinct) <= most:
+    if len(distinct) <= _MOST:
         return {name: name for name in distinct}
     runs = [list(run) for _, run in groupby(distinct, key=_get_stem)]
     single = sum(len(run) == 1 for run in runs)
     each = next(
-        (size for size in range(2, len(distinct) + 1) if sum(-(-len(run) // size) for run in runs) <= max(most, single + 1)),
+        (size for size in range(2, len(distinct) + 1) if sum(-(-len(run) // size) for run in runs) <= max(_MOST, single + 1)),
         len(distinct),
     )
     found: dict[str, str] = {}
@@ -27,7 +27,7 @@ def group_modules(names: Sequence[str], most: int = MOST) -> dict[str, str]:
             label = part[0] if len(part) == 1 else f"{part[0]} to {part[-1].rpartition('.')[2]}"
             found |= dict.fromkeys(part, label)
     labels = list(dict.fromkeys(found.values()))
-    rest = set(labels[most - 1 :]) if len(labels) > most else set()
+    rest = set(labels[_MOST - 1 :]) if len(labels) > _MOST else set()
     return {name: _REST if label in rest else label for name, label in found.items()}
 
 

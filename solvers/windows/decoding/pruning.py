@@ -15,6 +15,8 @@ from solvers.windows.decoding.decode import Trial, order_of, try_out
 from solvers.windows.decoding.transfer_plan import Reloads
 from solvers.windows.relaxation.discretization import Discretization
 
+_PASSES = 8  # over an order
+
 
 def prune(
     problem: Problem,
@@ -22,7 +24,6 @@ def prune(
     discretization: Discretization | None,
     budget_bytes: int,
     should_stop: Callable[[], bool],
-    passes: int,
 ) -> Trial:
     """Return `trial`, which fits, without recomputations that the budget does not require, the longest first.
 
@@ -30,8 +31,8 @@ def prune(
     that is done in its plain graph.
     """
     if problem.round_trips:
-        return prune_with_transfers(problem, trial, budget_bytes, should_stop, passes) if problem.places.plain else trial
-    for _ in range(passes):
+        return prune_with_transfers(problem, trial, budget_bytes, should_stop) if problem.places.plain else trial
+    for _ in range(_PASSES):
         if should_stop():
             break
         unnecessary = _find_unnecessary(problem, trial, budget_bytes)
@@ -97,11 +98,9 @@ def _find_useless(problem: Problem, trial: Trial) -> set[int]:
     return unnecessary
 
 
-def prune_with_transfers(
-    problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool], passes: int
-) -> Trial:
+def prune_with_transfers(problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool]) -> Trial:
     """Return `trial`, which fits, without recomputations whose outputs fit in memory, as long as that takes less time."""
-    for _ in range(passes):
+    for _ in range(_PASSES):
         computed, reloads = _remove_affordable(problem, trial, budget_bytes)
         if len(computed) == len(trial.order.computed) or should_stop():
             break

@@ -229,11 +229,11 @@ def _find_alternatives(problem: Problem) -> dict[int, Alternatives]:
     heavy = {found for found in together.values() if max(spread[b] for b in found) >= least}
     if len(heavy) > _PLACES:
         return {}
-    alternatives = {found: _group_alike(problem, found, _ALIKE) for found in heavy}
+    alternatives = {found: _group_alike(problem, found) for found in heavy}
     return {i: alternatives[found] for found in heavy for b in found for i in (b, *groups[b])}
 
 
-def _group_alike(problem: Problem, found: frozenset[int], alike: float) -> Alternatives:
+def _group_alike(problem: Problem, found: frozenset[int]) -> Alternatives:
     """Return the ops of `found` grouped into alternatives: same replaced ops, same inputs, and about the same time."""
     alternatives: list[list[int]] = []
     for _, same in groupby(
@@ -242,7 +242,7 @@ def _group_alike(problem: Problem, found: frozenset[int], alike: float) -> Alter
     ):
         alternatives.append([])
         for b in same:
-            if alternatives[-1] and problem.time_s[b] - problem.time_s[alternatives[-1][0]] > alike * problem.base_s:
+            if alternatives[-1] and problem.time_s[b] - problem.time_s[alternatives[-1][0]] > _ALIKE * problem.base_s:
                 alternatives.append([])
             alternatives[-1].append(b)
     return tuple(map(tuple, alternatives))

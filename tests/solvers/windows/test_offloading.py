@@ -70,12 +70,12 @@ def test_executions_there_is_room_for_are_left_out_together() -> None:
         draw = random.Random(seed)
         problem = build_problem(offering(seed, 20e9), 100 * GB)
         trial = random_trial(draw, problem)
-        found = prune_with_transfers(problem, trial, trial.peak_bytes, lambda: False, 8)
+        found = prune_with_transfers(problem, trial, trial.peak_bytes, lambda: False)
         assert found.peak_bytes <= trial.peak_bytes and found.time_s <= trial.time_s
         left_out.append(len(trial.order.computed) - len(found.order.computed))
         # Where memory is no limit, nothing is executed again, unless copies take as long anyway.
-        roomy = prune_with_transfers(problem, trial, 100 * GB, lambda: False, 8)
+        roomy = prune_with_transfers(problem, trial, 100 * GB, lambda: False)
         none_recomputed += roomy.order.computed == tuple(range(problem.ops))
-        assert prune_with_transfers(problem, trial, 100 * GB, lambda: True, 8) is trial
+        assert prune_with_transfers(problem, trial, 100 * GB, lambda: True) is trial
     assert all(number >= 0 for number in left_out) and max(left_out) > 2
     assert none_recomputed > 4

@@ -123,7 +123,7 @@ class _SizeSearch:
             refused = decided[min(decided)].result if decided else None
             return LargestSize(method.name, None, False, undecided, complete, False, refused, 0.0)
         result = self.solve_best(method, units) if method.solver == OPTIMAL else decided[units].result
-        schedule, offered = None if result is None else result.schedule, method.apply_options(self.build_graph(units))
+        schedule, offered = None if result is None else result.schedule, method.options.apply(self.build_graph(units))
         return LargestSize(
             method=method.name,
             size=units * unit,
@@ -186,7 +186,7 @@ class _SizeSearch:
 
         `settings` are those of ``solve_in_order``.
         """
-        order = order_for(method.apply_options(graph), method.solver, reorder=None if self.wanted.reorder else False)
+        order = order_for(method.options.apply(graph), method.solver, reorder=None if self.wanted.reorder else False)
         asked = self.wanted.budget_bytes, choose_memory(graph, self.wanted.memory), WallClock(limit_s), method.solver
         return solve_in_order(order, *asked, must_stop=self.should_stop, **settings)
 

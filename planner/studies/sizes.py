@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from graphs.ir import Graph
 from planner.measure.scaling import list_sample_sizes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import RECOMPUTATION, OptionSettings
@@ -120,10 +119,6 @@ class SizedMethod:
     name: str
     solver: str
     options: OptionSettings = RECOMPUTATION
-
-    def apply_options(self, graph: Graph) -> Graph:
-        """Return `graph` with the options of this method."""
-        return self.options.apply(graph)
 
 
 def list_samples(varies: str, first: int) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """Which orders of the ops a graph is solved in, and which result counts."""
 
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,9 +14,9 @@ from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
 from solvers.order.peak import bound_any_order_peak_bytes, find_peak, keep_everything_peak_bytes
-from solvers.order.reorder import find_order, list_constraints, lowers_peak, may_lower_peak, permute, reorder_by
+from solvers.order.reorder import Reordering, find_order, list_constraints, lowers_peak, may_lower_peak, permute, reorder_by
 from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order
-from solvers.registry import get_solver
+from solvers.registry import Solver, get_solver
 from solvers.request import Request, Start
 from solvers.result import Ending, Result, SolveProgress, Status
 from solvers.tolerance import Tolerance
@@ -26,13 +25,36 @@ from tests.solvers.order.test_reorder import weight_gradients
 
 def solved(graph: Graph, budget_bytes: int, *, tolerance: float = 1e-3) -> tuple[SolvedOrder, list[Graph]]:
     """Solve, each order to its end; also return the graphs that the solver was given."""
-    given: list[Graph] = []
+    solve, given = answering(solve_to_end)
+    found = solve_in_best_order(solve, Request(graph, budget_bytes, Tolerance.of(tolerance), WorkClock(100.0)))
+    return found, [request.graph for request in given]
+
+
+def solve_to_end(request: Request) -> Result:
+    """Solve, whatever else comes up."""
+    return get_solver("windows")(replace(request, should_stop=None))
+
+
+def waiting(request: Request) -> Result:
+    """Spend the time of a solve that finds nothing."""
+    while not request.is_stopped():
+        request.clock.spend(1.0)
+    return find_nothing(request)
+
+
+def find_nothing(request: Request) -> Result:
+    return Result(request.graph, request.budget_bytes, Status.LIMIT, None, None, "windows", 1.0)
+
+
+def answering(*answers: Solver) -> tuple[Solver, list[Request]]:
+    """Return a solver whose answers are made in turn, the last one again and again, and the requests that it is given."""
+    given: list[Request] = []
 
     def solve(request: Request) -> Result:
-        given.append(request.graph)
-        return get_solver("windows")(replace(request, should_stop=None))
+        given.append(request)
+        return answers[min(len(given), len(answers)) - 1](request)
 
-    return solve_in_best_order(solve, Request(graph, budget_bytes, Tolerance.of(tolerance), WorkClock(100.0))), given
+    return solve, given
 
 
 def wide_and_slow() -> Graph:
@@ -68,14 +90,7 @@ def test_an_order_of_lower_peak_is_solved_in_and_its_bound_reported() -> None:
 
 def test_a_schedule_of_program_order_is_kept_where_the_other_order_finds_none() -> None:
     graph = weight_gradients()
-    calls: list[Request] = []
-
-    def solve(request: Request) -> Result:
-        calls.append(request)
-        if len(calls) == 1:
-            return get_solver("windows")(replace(request, should_stop=None))
-        return Result(request.graph, request.budget_bytes, Status.LIMIT, None, None, "windows", 1.0)
-
+    solve, calls = answering(solve_to_end, find_nothing)
     kept = solve_in_best_order(solve, Request(graph, 53_000, clock=WorkClock(100.0)))
     assert len(calls) == 2
     assert kept.result.status is Status.OPTIMAL and not kept.order.changed
@@ -85,32 +100,19 @@ def test_infeasible_program_order_is_followed_by_another_order() -> None:
     graph = draw_graph(2, 40)
     order = find_order(graph)
     assert order.changed
-    calls: list[Graph] = []
 
-    def solve(request: Request) -> Result:
-        calls.append(request.graph)
-        if len(calls) == 1:
-            return Result(request.graph, request.budget_bytes, Status.INFEASIBLE, None, None, "windows", 1.0, message="too small")
-        return get_solver("windows")(request)
+    def refuse(request: Request) -> Result:
+        return Result(request.graph, request.budget_bytes, Status.INFEASIBLE, None, None, "windows", 1.0, message="too small")
 
+    solve, calls = answering(refuse, get_solver("windows"))
     found = solve_in_best_order(solve, Request(graph, keep_everything_peak_bytes(graph), clock=WorkClock(100.0)))
-    assert calls == [graph, order.graph]
+    assert [call.graph for call in calls] == [graph, order.graph]
     assert found.result.schedule is not None and found.order.changed
 
 
 def test_without_a_schedule_in_program_order_another_takes_over() -> None:
-    graph = draw_graph(2, 40)
-    calls: list[Graph] = []
-
-    def solve(request: Request) -> Result:
-        calls.append(request.graph)
-        if len(calls) == 1:
-            while not request.is_stopped():
-                request.clock.spend(1.0)
-            return Result(request.graph, request.budget_bytes, Status.LIMIT, None, None, "windows", 1.0)
-        return get_solver("windows")(request)
-
-    clock = WorkClock(100.0)
+    graph, clock = draw_graph(2, 40), WorkClock(100.0)
+    solve, calls = answering(waiting, get_solver("windows"))
     found = solve_in_best_order(solve, Request(graph, keep_everything_peak_bytes(graph), clock=clock))
     assert len(calls) == 2 and found.result.status is Status.OPTIMAL
     assert clock.now < 40
@@ -118,53 +120,31 @@ def test_without_a_schedule_in_program_order_another_takes_over() -> None:
 
 def test_a_schedule_found_as_patience_ends_does_not_end_the_solve() -> None:
     graph = make_training_chain(6)
-    budget_bytes, calls = int(0.8 * keep_everything_peak_bytes(graph)), 0
+    budget_bytes = int(0.8 * keep_everything_peak_bytes(graph))
 
-    def solve(request: Request) -> Result:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            while not request.is_stopped():
-                request.clock.spend(1.0)
-            rough = get_solver("chen-sqrt")(Request(graph, budget_bytes)).schedule
-            return Result(graph, budget_bytes, Status.FEASIBLE, rough, None, "windows", 1.0)
-        return get_solver("windows")(replace(request, should_stop=None))
+    def find_late(request: Request) -> Result:
+        waiting(request)
+        rough = get_solver("chen-sqrt")(Request(graph, budget_bytes)).schedule
+        return Result(graph, budget_bytes, Status.FEASIBLE, rough, None, "windows", 1.0)
 
+    solve, calls = answering(find_late, solve_to_end)
     found = solve_in_best_order(solve, Request(graph, budget_bytes, Tolerance.of(1e-3), WorkClock(100.0)))
-    assert calls == 2 and found.result.status is Status.OPTIMAL
-
-
-def waiting(request: Request) -> Result:
-    """Spend the time of a solve that finds nothing."""
-    while not request.is_stopped():
-        request.clock.spend(1.0)
-    return Result(request.graph, request.budget_bytes, Status.LIMIT, None, None, "windows", 1.0)
+    assert len(calls) == 2 and found.result.status is Status.OPTIMAL
 
 
 def test_an_order_without_a_schedule_leaves_time_for_program_order() -> None:
     graph, clock = weight_gradients(), WorkClock(100.0)
-    calls: list[Graph] = []
-
-    def solve(request: Request) -> Result:
-        calls.append(request.graph)
-        return get_solver("windows")(request) if len(calls) > 2 else waiting(request)
-
+    solve, calls = answering(waiting, waiting, get_solver("windows"))
     found = solve_in_best_order(solve, Request(graph, 53_000, clock=clock))
-    assert calls == [graph, find_order(graph).graph, graph] and clock.now < 60
+    assert [call.graph for call in calls] == [graph, find_order(graph).graph, graph] and clock.now < 60
     assert found.result.status is Status.OPTIMAL and not found.order.changed
 
 
 def test_the_order_of_the_start_is_tried_before_others() -> None:
     graph = draw_graph(2, 40)
-    before, _ = list_constraints(graph)
-    order = permute(graph, swapped(before))
+    order = swap_two_ops(graph)
     assert order.changed and order.original != find_order(graph).original
-    calls: list[Request] = []
-
-    def solve(request: Request) -> Result:
-        calls.append(request)
-        return waiting(request) if len(calls) == 1 else get_solver("windows")(request)
-
+    solve, calls = answering(waiting, get_solver("windows"))
     start = Start(order.map_back(keep_everything(order.graph)))
     peak_bytes = max(keep_everything_peak_bytes(graph), keep_everything_peak_bytes(order.graph))
     found = solve_in_best_order(solve, Request(graph, peak_bytes, clock=WorkClock(100.0), start=start))
@@ -173,12 +153,13 @@ def test_the_order_of_the_start_is_tried_before_others() -> None:
     assert found.result.status is Status.OPTIMAL and found.order == order
 
 
-def swapped(before: Sequence[Collection[int]]) -> list[int]:
-    """Return the program order with the first two ops in turn exchanged that may be."""
+def swap_two_ops(graph: Graph) -> Reordering:
+    """Return `graph` with the first two ops in turn exchanged that may be."""
+    before, _ = list_constraints(graph)
     order = list(range(len(before)))
     op = next(op for op in order[1:] if op - 1 not in before[op])
     order[op - 1 : op + 1] = [op, op - 1]
-    return order
+    return permute(graph, order)
 
 
 def test_a_solve_that_makes_way_for_another_order_says_why_all_ended() -> None:
@@ -251,18 +232,18 @@ def test_no_order_of_a_transformer_lowers_its_peak() -> None:
 def test_program_order_goes_on_if_neither_order_proves_its_schedule() -> None:
     graph = weight_gradients()
     budget_bytes = (bound_least_budget(graph).budget_bytes + keep_everything_peak_bytes(graph)) // 2
-    asked: list[Request] = []
 
-    def solve(request: Request) -> Result:
-        asked.append(request)
-        if len(asked) == 3:
-            return get_solver("windows")(request)
+    def search(request: Request) -> Result:
         while not request.is_stopped() and request.clock.now < 20.0:
             request.clock.spend(1.0)
-        rough = get_solver("largest")(Request(request.graph, budget_bytes)).schedule if len(asked) == 1 else None
-        status = Status.LIMIT if rough is None else Status.FEASIBLE
-        return Result(request.graph, budget_bytes, status, rough, None, "windows", 1.0)
+        return find_nothing(request)
 
+    def find_roughly(request: Request) -> Result:
+        search(request)
+        rough = get_solver("largest")(Request(request.graph, budget_bytes)).schedule
+        return Result(request.graph, budget_bytes, Status.FEASIBLE, rough, None, "windows", 1.0)
+
+    solve, asked = answering(find_roughly, search, get_solver("windows"))
     found = solve_in_best_order(solve, Request(graph, budget_bytes, clock=WorkClock(100.0)))
     program, other, again = asked
     assert program.graph == again.graph == graph != other.graph
@@ -298,9 +279,7 @@ def test_the_first_order_is_bounded_and_its_bound_stays_with_its_schedule() -> N
 
 def test_a_solve_starts_from_a_schedule_in_its_own_order() -> None:
     graph = draw_graph(6, 12)
-    before, _ = list_constraints(graph)
-    swapped = next(op for op in range(1, len(graph.ops)) if op - 1 not in before[op])
-    order = permute(graph, [*range(swapped - 1), swapped, swapped - 1, *range(swapped + 1, len(graph.ops))])
+    order = swap_two_ops(graph)
     budget_bytes = (bound_least_budget(order.graph).budget_bytes + keep_everything_peak_bytes(order.graph)) // 2
     solved = get_solver("windows")(Request(order.graph, budget_bytes, clock=WorkClock(20.0)))
     assert order.changed and solved.schedule is not None and solved.time_s != graph.time_s

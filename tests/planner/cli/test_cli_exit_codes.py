@@ -40,6 +40,9 @@ NOT_COMPARED = run_report(
     spread=None,
     not_compared="it needs 3.00 kB, and there is room for 2.50 kB",
 )
+UNREPEATABLE = run_report(
+    identical=False, differences=("loss",), eager_differences=("loss",), eager_error=1e-7, measured_gradient_error=2e-7
+)
 
 
 def ran(report: RunReport, plan_file: Path, capsys: Any, monkeypatch: Any, *options: str) -> Said:
@@ -70,27 +73,11 @@ def ran(report: RunReport, plan_file: Path, capsys: Any, monkeypatch: Any, *opti
         ),
         (run_report(identical=False, differs=("rounding: x",), measured_peak_bytes=2001), 5, "OVER the budget"),
         (
-            run_report(
-                identical=False,
-                differences=("loss",),
-                eager_differences=("loss",),
-                eager_error=1e-7,
-                measured_gradient_error=2e-7,
-            ),
+            UNREPEATABLE,
             0,
             "plain PyTorch run twice differs from itself: gradient error 1.0e-07, and that of the plan is 2.0e-07",
         ),
-        (
-            run_report(
-                identical=False,
-                differences=("loss",),
-                eager_differences=("loss",),
-                eager_error=1e-7,
-                measured_gradient_error=1e-3,
-            ),
-            6,
-            "DIFFERENT from plain PyTorch",
-        ),
+        (replace(UNREPEATABLE, measured_gradient_error=1e-3), 6, "DIFFERENT from plain PyTorch"),
         (NOT_COMPARED, 0, "not run to compare with, it needs 3.00 kB, and there is room for 2.50 kB"),
         (replace(NOT_COMPARED, measured_peak_bytes=2001, needed_bytes=2001), 5, "OVER the budget"),
     ],

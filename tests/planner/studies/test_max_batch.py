@@ -45,6 +45,17 @@ def chain(batch: int) -> Graph:
     return replace(graph, ops=tuple(replace(op, module=f"h.{int(op.name[1:]) // 3}") for op in graph.ops))
 
 
+def note_sizes() -> tuple[Callable[[int], Graph], list[int]]:
+    """Return ``chain``, and the sizes that it is asked for."""
+    traced: list[int] = []
+
+    def graph_of(batch: int) -> Graph:
+        traced.append(batch)
+        return chain(batch)
+
+    return graph_of, traced
+
+
 def by_method(answers: tuple[LargestSize, ...]) -> dict[str, LargestSize]:
     assert [answer.method for answer in answers] == [method for method, _ in METHODS]
     return {answer.method: answer for answer in answers}
@@ -156,12 +167,7 @@ def test_the_largest_number_is_found_from_anywhere(first: int, limit: int, low: 
 
 
 def test_few_graphs_are_traced() -> None:
-    traced: list[int] = []
-
-    def graph_of(batch: int) -> Graph:
-        traced.append(batch)
-        return chain(batch)
-
+    graph_of, traced = note_sizes()
     answers = by_method(find_max_batch(graph_of, Wanted(1_000_000, limit=10_000)))
     assert answers["keep everything"].size is not None and answers["keep everything"].size > 500
     assert len(traced) == len(set(traced)) <= 8
@@ -169,12 +175,7 @@ def test_few_graphs_are_traced() -> None:
 
 def test_with_guesses_only_the_sizes_next_to_them_are_traced() -> None:
     expected = by_method(find_max_batch(chain, Wanted(9_000, limit=30)))
-    traced: list[int] = []
-
-    def graph_of(batch: int) -> Graph:
-        traced.append(batch)
-        return chain(batch)
-
+    graph_of, traced = note_sizes()
     guesses = {method: answer.size or 1 for method, answer in expected.items()}
     answers = by_method(find_max_batch(graph_of, Wanted(9_000, limit=30, guesses=guesses)))
     assert {method: answer.size for method, answer in answers.items()} == guesses

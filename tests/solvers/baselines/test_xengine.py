@@ -18,7 +18,7 @@ from solvers.baselines.xengine import ScheduleClass, XEngineParams, XEngineProgr
 from solvers.clock import WallClock
 from solvers.registry import estimate_program_time_s, get_solver
 from solvers.result import Reason, Result, Status
-from tests.support.graphs.options import check_by_both_judges, names, on_devices, random_placement, with_trips
+from tests.support.graphs.options import check_by_both_judges, names, on_devices, random_placement, two_branches, with_trips
 from tests.support.graphs.small_graphs import diamond
 from tests.support.marks import slow
 from tests.support.solvers.answers import ask
@@ -38,15 +38,6 @@ def overlapped(graph: Graph, budget_bytes: int, time_limit_s: float = 60.0) -> R
 def sum_of(result: Result) -> float | None:
     """The serial sum, None where nothing was found."""
     return None if result.schedule is None else float(result.settings["serial_s"])  # type: ignore[arg-type]
-
-
-def two_branches() -> Graph:
-    """Ops a and b of 4 s that read nothing, c of 1 s that reads both; on the other device each takes as long, a copy 0.5 s."""
-    draft = Draft()
-    (a,) = draft.add_op("a", [], [2], time_s=4.0)
-    (b,) = draft.add_op("b", [], [2], time_s=4.0)
-    (c,) = draft.add_op("c", [a, b], [2], time_s=1.0)
-    return on_devices(draft.build_graph([c]), OtherDevice("second", (4.0, 4.0, 1.0), 4.0))
 
 
 @pytest.mark.parametrize("stay", [False, *slow(True)], ids=["published", "stay"])

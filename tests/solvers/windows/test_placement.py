@@ -21,7 +21,7 @@ from solvers.tolerance import Tolerance
 from solvers.windows import solve
 from solvers.windows.search import Search
 from solvers.windows.strategies.placement import Placements, Placing
-from tests.support.graphs.options import check_by_both_judges, names, on_devices, random_placement
+from tests.support.graphs.options import check_by_both_judges, names, on_devices, random_placement, two_branches
 from tests.support.solvers.answers import ask
 
 CLOSE = 1e-6
@@ -29,15 +29,6 @@ CLOSE = 1e-6
 
 def solved(graph: Graph, budget_bytes: int, work: float = 1.0) -> Result:
     return solve(Request(graph, budget_bytes, Tolerance.of(CLOSE), WorkClock(work)))
-
-
-def two_branches(capacity_bytes: int | None = None) -> Graph:
-    """Ops a and b of 4 s that read nothing, c of 1 s that reads both; on the other device each takes as long, a copy 0.5 s."""
-    draft = Draft()
-    (a,) = draft.add_op("a", [], [2], time_s=4.0)
-    (b,) = draft.add_op("b", [], [2], time_s=4.0)
-    (c,) = draft.add_op("c", [a, b], [2], time_s=1.0)
-    return on_devices(draft.build_graph([c]), OtherDevice("second", (4.0, 4.0, 1.0), 4.0, capacity_bytes))
 
 
 def test_devices_work_side_by_side() -> None:

@@ -122,3 +122,12 @@ def check_by_both_judges(graph: Graph, result: Result) -> None:
 def names(graph: Graph, result: Result) -> list[str]:
     """Of the ops in the order in which they are issued."""
     return [graph.ops[op].name for op in result.schedule.computed]
+
+
+def two_branches(capacity_bytes: int | None = None) -> Graph:
+    """Ops a and b of 4 s that read nothing, c of 1 s that reads both; on the other device each takes as long, a copy 0.5 s."""
+    draft = Draft()
+    (a,) = draft.add_op("a", [], [2], time_s=4.0)
+    (b,) = draft.add_op("b", [], [2], time_s=4.0)
+    (c,) = draft.add_op("c", [a, b], [2], time_s=1.0)
+    return on_devices(draft.build_graph([c]), OtherDevice("second", (4.0, 4.0, 1.0), 4.0, capacity_bytes))

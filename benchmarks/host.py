@@ -70,14 +70,7 @@ _TOKENS = {"batch": 1, "length": 8, "vocabulary": 64}
 _GPT2 = {"n_embd": _WIDTH, "n_layer": _LAYERS, "n_head": _HEADS, "use_cache": False}
 _T5 = {"d_model": _WIDTH, "d_kv": 16, "d_ff": 64, "num_layers": 6, "num_heads": _HEADS, "decoder_start_token_id": 0}
 TINY: dict[str, Callable[[], Workload]] = {
-    "gpt2": partial(
-        *(build_token_model, "GPT2Config", "GPT2LMHeadModel"),
-        **_TOKENS,
-        n_embd=_WIDTH,
-        n_layer=_LAYERS,
-        n_head=_HEADS,
-        use_cache=False,
-    ),
+    "gpt2": partial(build_token_model, "GPT2Config", "GPT2LMHeadModel", **_TOKENS, **_GPT2),
     "bert": partial(build_token_model, "BertConfig", "BertForMaskedLM", **_TOKENS, **_BERT),
     "t5": partial(build_token_model, "T5Config", "T5ForConditionalGeneration", **_TOKENS, **_T5, use_cache=False),
     "llama": partial(build_token_model, "LlamaConfig", "LlamaForCausalLM", **_TOKENS, **_BERT, use_cache=False),

@@ -173,12 +173,8 @@ def main(words: Sequence[str] | None = None) -> int:
     clock = PlanSettings(time_limit_s=arguments.seconds, work_limit=arguments.work).start_clock
     pairs = [(model, option) for model in arguments.models if model in MEASURED for option in names]
     code = carry_out(ERRORS, arguments, {pair: (*pair, clock) for pair in pairs if list_step_option_names(pair[1:])})
-    traces = {
-        m: partial(build_graph, MODELS[m], options=OptionSettings(list_step_option_names(names)))
-        for m in arguments.models
-        if m in MODELS
-    }
-    steps = {(model,): TracedStep(model, trace, names) for model, trace in traces.items()}
+    trace = partial(build_graph, options=OptionSettings(list_step_option_names(names)))
+    steps = {(m,): TracedStep(m, partial(trace, MODELS[m]), names) for m in arguments.models if m in MODELS}
     code = carry_out(OFFERS, arguments, steps) or code
     offers = OFFERS.read_kept(arguments.out)
     own = {key: [offer for offer in offers.of(*key) if offer.option in names] for key in steps}

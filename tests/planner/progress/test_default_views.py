@@ -16,6 +16,7 @@ from torch import nn
 
 import planner
 from planner.progress import LineView, LoggingView, NotebookView, list_default_views, list_views
+from tests.support.models.backend import BrokenTwice
 
 X, Y = torch.randn(8, 16), torch.randn(8, 4)
 
@@ -88,24 +89,10 @@ def test_a_model_without_a_loop_of_ours_has_one_summary(monkeypatch: pytest.Monk
             assert read().count(b"planned: ") == 1
 
 
-class Pieces(nn.Module):
-    """A model of three graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.parts[0](x))
-        torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
-        x = torch.relu(self.parts[1](x))
-        torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
-        return self.parts[2](x)  # type: ignore[no-any-return]
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 def test_all_graphs_of_a_step_have_one_summary_and_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = planner.checkpoint(Pieces(), budget="1MB")
+    linear = [nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2)]
+    model = planner.checkpoint(BrokenTwice(*linear, nn.Linear(16, 4)), budget="1MB")
     with terminal(monkeypatch) as read:
         with pytest.warns(UserWarning, match="several graphs") as told:
             train(model)

@@ -52,6 +52,34 @@ class Queued(nn.Module):
         return near.log_softmax(1)
 
 
+class Broken(nn.Module):
+    """Two parts, with something between them that Dynamo cannot capture."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(hidden)
+
+
+class BrokenTwice(Broken):
+    """Three parts likewise."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, third: nn.Module) -> None:
+        super().__init__(first, second)
+        self.third = third
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early = self.first(x)
+        torch._dynamo.graph_break()
+        late = self.second(early)
+        torch._dynamo.graph_break()
+        return self.third(late)
+
+
 class Thirds(nn.Module):
     """Three stacks with a graph break between each, the first of which is read again at the end."""
 

@@ -16,6 +16,7 @@ from planner.runtime.arena_allocator import Missed
 from planner.train.backend.planned_graph import PlannedGraph
 from tests.support.budgets import HALF_WAY
 from tests.support.marks import slow
+from tests.support.models.backend import BrokenTwice
 from tests.support.models.outcomes import peak_bytes
 from tests.support.models.steps import make
 
@@ -110,20 +111,9 @@ def test_sizes_share_a_slab(graphs: list[PlannedGraph]) -> None:
     assert small.size_bytes < large.size_bytes == large.slab.size_bytes
 
 
-class Broken(nn.Module):
-    """Three stacks of layers, with something between them that Dynamo cannot capture."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU()) for _ in range(3)))
-        self.second, self.third = copy.deepcopy(self.first), copy.deepcopy(self.first)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        x = self.second(x)
-        torch._dynamo.graph_break()
-        return self.third(x)
+def broken() -> BrokenTwice:
+    part = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU()) for _ in range(3)))
+    return BrokenTwice(part, copy.deepcopy(part), copy.deepcopy(part))
 
 
 def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -141,7 +131,7 @@ def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 )
 def test_several_graphs_lie_beside_each_other(kernels: str, budget_bytes: int, graphs: list[PlannedGraph]) -> None:
     torch.manual_seed(0)
-    workload = Workload(Broken(), product, (torch.randn(256, 32), torch.randn(256, 32)))
+    workload = Workload(broken(), product, (torch.randn(256, 32), torch.randn(256, 32)))
     twin = copy.deepcopy(workload.model)
     step = step_of(workload, in_arena(twin, budget=budget_bytes, kernels=kernels))
     eager: Step = TrainingStep(workload.model, workload.loss_fn)
@@ -167,7 +157,7 @@ def test_several_graphs_lie_beside_each_other(kernels: str, budget_bytes: int, g
 def test_steps_of_other_graphs_are_right_in_one_arena() -> None:
     """Graphs that end early, come twice, or are another size, while the first one waits."""
     torch.manual_seed(0)
-    model = Broken()
+    model = broken()
     twin = copy.deepcopy(model)
     step = in_arena(twin, budget="4MB")
     batches = [torch.randn(size, 32) for size in (256, 256, 64, 256, 64, 256, 256)]

@@ -16,6 +16,7 @@ from planner.capture.step import TrainingStep
 from planner.measure.steps import measure_memory, measure_outcome
 from tests.support.budgets import HALF_WAY
 from tests.support.marks import slow
+from tests.support.models.backend import Broken
 from tests.support.models.steps import make, norm_twice
 from tests.support.raised_warnings import raise_warnings
 
@@ -101,30 +102,21 @@ def test_a_norm_that_is_used_twice_is_recomputed() -> None:
     assert wanted.list_differences(found) == ()
 
 
-class Halves(nn.Module):
-    """Two stacks of layers, with something between them that Dynamo cannot capture."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
-        self.second = copy.deepcopy(self.first)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x)
-        torch._dynamo.graph_break()
-        return self.second(hidden)
-
-
-class AroundEager(Halves):
+class AroundEager(Broken):
     """Two stacks of layers around an op of eager PyTorch, whose autograd node saves its output."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.compiler.disable(torch.sigmoid)(self.first(x)))
 
 
+def halves(kind: type[Broken]) -> Broken:
+    half = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    return kind(half, copy.deepcopy(half))
+
+
 def test_layers_around_ops_of_eager_pytorch_are_planned(solves: list[int]) -> None:
     torch.manual_seed(0)
-    model, x = AroundEager(), torch.randn(256, 32)
+    model, x = halves(AroundEager), torch.randn(256, 32)
     twin = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="several graphs"):
         compiled(twin, budget="1MB")(x).sum().backward()
@@ -142,7 +134,7 @@ def test_budget_below_memory_held_by_eager_ops_raises() -> None:
 
 def test_graphs_share_the_budget_and_say_so(solves: list[int]) -> None:
     torch.manual_seed(0)
-    model, x = Halves(), torch.randn(256, 32)
+    model, x = halves(Broken), torch.randn(256, 32)
     twin = copy.deepcopy(model)
     with pytest.warns(
         UserWarning, match=r"several graphs: the second one gets .* of 1.00 MB, and each what those before it leave"
@@ -160,7 +152,7 @@ def test_a_later_graph_that_does_not_fit_says_that_there_are_several() -> None:
         pytest.warns(UserWarning, match="the second one gets"),
         pytest.raises(BackendCompilerFailed, match="captured as several graphs, and this is not the first"),
     ):
-        compiled(Halves(), budget="260kB")(torch.randn(256, 32)).sum().backward()
+        compiled(halves(Broken), budget="260kB")(torch.randn(256, 32)).sum().backward()
 
 
 def test_each_shape_gets_a_plan_once(solves: list[int]) -> None:

@@ -21,7 +21,7 @@ from graphs.errors import BudgetError, InfeasibleError, PlannerError
 from planner.train.backend import checkpoint
 from tests.support.distributed import on_two
 from tests.support.logs import lines_of
-from tests.support.models.backend import measured_bytes, stack, step_of
+from tests.support.models.backend import Broken, measured_bytes, stack, step_of
 from tests.support.raised_warnings import raise_warnings
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
@@ -154,22 +154,10 @@ def test_each_of_many_models_has_its_budget(solves: list[int]) -> None:
     assert solves == [10**6 + i for i in range(12)]
 
 
-class Broken(nn.Module):
-    """Two stacks of layers, with something between them that Dynamo cannot capture."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = small(), nn.Sequential(nn.Linear(3, 16), nn.GELU(), nn.Linear(16, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x)
-        torch._dynamo.graph_break()
-        return self.second(hidden)
-
-
 def test_graph_breaks_share_the_budget(solves: list[int]) -> None:
     torch.manual_seed(0)
-    model = planner.checkpoint(Broken(), budget="1MB", **QUICK)
+    parts = small(), nn.Sequential(nn.Linear(3, 16), nn.GELU(), nn.Linear(16, 3))
+    model = planner.checkpoint(Broken(*parts), budget="1MB", **QUICK)
     with pytest.warns(UserWarning, match="several graphs: the second one gets"):
         assert_trains_as_eager(model)
     unseen_bytes = sum(p.nbytes for p in model.second.parameters())

@@ -21,6 +21,7 @@ from planner.plans.plan import Plan
 from planner.settings.budget import Budget
 from tests.support.budgets import between
 from tests.support.marks import slow
+from tests.support.models.backend import Broken
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -33,21 +34,6 @@ def mlp(norm: type[nn.Module] = nn.LayerNorm, dropout: float = 0.0) -> Workload:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 32), norm(32), nn.GELU(), nn.Dropout(dropout)) for _ in range(2)]
     return Workload(nn.Sequential(*layers), F.mse_loss, (torch.randn(512, 32), torch.randn(512, 32)))
-
-
-class Broken(nn.Module):
-    """Two graphs: Dynamo does not look into what lies between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = mlp().model, mlp().model
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the same shape."""
-        hidden: torch.Tensor = self.first(x)
-        torch._dynamo.graph_break()
-        result: torch.Tensor = self.second(hidden)
-        return result
 
 
 @pytest.fixture
@@ -135,7 +121,7 @@ def test_recomputed_dropout_is_exact_with_fallback_random(solved: list[tuple[Gra
 
 @pytest.mark.slow
 def test_several_graphs_share_the_budget() -> None:
-    workload = Workload(Broken(), F.mse_loss, (torch.randn(512, 32), torch.randn(512, 32)))
+    workload = Workload(Broken(mlp().model, mlp().model), F.mse_loss, (torch.randn(512, 32), torch.randn(512, 32)))
     wanted, _ = run(workload, None, steps=3)
     found, _ = run(workload, "70%", steps=3)
     assert not wanted.list_differences(found)

@@ -16,29 +16,13 @@ from planner.train.backend.planned_graph import PlannedGraph
 from planner.train.backend.rest_of_step import build_keep_everything
 from planner.train.backend.shared_channels import compute_host_room
 from tests.support.marks import slow
-from tests.support.models.backend import assert_same_state, compiled_with_offload, layers, trained_once
+from tests.support.models.backend import BrokenTwice, assert_same_state, compiled_with_offload, layers, trained_once
 from tests.support.models.offloaded import with_random_copies
 from tests.support.models.outcomes import assert_same, train_by
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 CPU = torch.device("cpu")
-
-
-class Broken(nn.Module):
-    """Three graphs: Dynamo does not look into what lies between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = layers(), layers(), layers()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the same shape."""
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        x = self.second(x)
-        torch._dynamo.graph_break()
-        return self.third(x)
 
 
 def train(model: nn.Module, run: Callable[..., Any]) -> dict[str, torch.Tensor]:
@@ -104,7 +88,9 @@ def test_copies_may_be_anywhere_and_under_way_between_the_passes(
 @pytest.mark.parametrize("host_budget", ["1GB", *slow("700kB")])
 def test_graphs_share_the_hosts_memory(host_budget: str, graphs: list[PlannedGraph], opened: list[HostChannels]) -> None:
     torch.manual_seed(0)
-    assert_trains_as_eager(Broken(), lambda twin: compiled_with_offload(twin, "60%", host_budget=host_budget))
+    assert_trains_as_eager(
+        BrokenTwice(layers(), layers(), layers()), lambda twin: compiled_with_offload(twin, "60%", host_budget=host_budget)
+    )
     (channels,) = opened
     assert len(graphs) == 3 and sum(graph.on_host[0] > 0 for graph in graphs) > 1
     assert 0 < channels.memory.peak_bytes <= channels.memory.capacity_bytes

@@ -15,7 +15,7 @@ from planner.settings.budget import Share
 from planner.settings.counted_memory import CountedMemory
 from planner.train.backend import shared_budget
 from planner.train.backend.planned_graph import PlannedGraph
-from tests.support.models.backend import compiled, only_budget, step_of
+from tests.support.models.backend import Broken, compiled, only_budget, step_of
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore")]
 
@@ -24,19 +24,6 @@ ROWS, WIDTH = 24576, 128  # tensors of 12 MiB, each in a segment of its own
 
 def stack(layers: int, width: int = WIDTH) -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)) for _ in range(layers)))
-
-
-class Parts(nn.Module):
-    """Two stacks with a graph break between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = stack(2), stack(2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        early = self.first(x)
-        torch._dynamo.graph_break()
-        return self.second(early)
 
 
 def trained(model: nn.Module, x: torch.Tensor, budget: int | str, **options: object) -> nn.Module:
@@ -74,7 +61,7 @@ def test_single_graph_is_planned_within_a_reserved_budget(graphs: list[PlannedGr
 @pytest.mark.slow
 def test_graphs_of_a_step_reserve_no_more_than_the_budget_together(graphs: list[PlannedGraph]) -> None:
     torch.manual_seed(0)
-    model, x = Parts(), torch.randn(ROWS, WIDTH)
+    model, x = Broken(stack(2), stack(2)), torch.randn(ROWS, WIDTH)
     trained(model, x, "10GB", memory="reserved")
     whole_bytes = reserved_together(graphs)
     for share in (0.9, 0.8):
@@ -94,7 +81,7 @@ def test_percentage_refers_to_reserved_memory_of_the_whole_step(
     in_bytes = Share.resolve
     monkeypatch.setattr(Share, "resolve", lambda *given: found.append(given[1]) or in_bytes(*given))
     torch.manual_seed(0)
-    trained(Parts(), torch.randn(ROWS, WIDTH), "100%", memory="reserved")
+    trained(Broken(stack(2), stack(2)), torch.randn(ROWS, WIDTH), "100%", memory="reserved")
     assert max(found) == reserved_together(graphs)
 
 
@@ -104,7 +91,7 @@ def test_graphs_reserving_more_than_the_budget_warn(monkeypatch: pytest.MonkeyPa
     with pytest.warns(
         UserWarning, match=r"the 2 graphs of the model reserve 1,000\.00 GB with a budget of 10\.00 GB.*memory='allocated'"
     ):
-        trained(Parts(), torch.randn(ROWS, WIDTH), "10GB", memory="reserved")
+        trained(Broken(stack(2), stack(2)), torch.randn(ROWS, WIDTH), "10GB", memory="reserved")
 
 
 @pytest.mark.parametrize(("kind", "counted"), [("cpu", CountedMemory.ALLOCATED), ("cuda", CountedMemory.RESERVED)])

@@ -2,33 +2,23 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from graphs.ir import Graph
 from graphs.options import remove_options
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from solvers.bounds import bound_least_budget
-from solvers.clock import Clock, measure_rest
+from solvers.clock import measure_rest
+from solvers.registry import Solver
+from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status, decide_status, get_tolerance
 
 _PRECISION = 0.01  # of the budget found: where the bisection ends
 _SEARCH_SHARE = 0.75  # of the clock: the rest is for the fastest schedule at the budget found
 _ROUNDING = 1e-9
 
-# Solves for a budget in bytes, until the clock's limit, or until the last of the arguments returns True.
-SolveAt = Callable[[int, Clock, Callable[[SolveProgress], None] | None, Callable[[], bool] | None], Result]
 
-
-def solve_least_memory(
-    graph: Graph,
-    max_overhead: float,
-    solve_at: SolveAt,
-    clock: Clock,
-    *,
-    on_progress: Callable[[SolveProgress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-) -> Result:
+def solve_least_memory(run: Solver, request: Request, max_overhead: float) -> Result:
     """Return the fastest schedule at the least budget where a step takes at most ``1 + max_overhead`` times its program.
 
     A budget is accepted when a schedule within the allowed time is found; the next budget is below that schedule's peak. It is
@@ -36,29 +26,30 @@ def solve_least_memory(
     its budget is decided. The result is as reproducible as the solves are.
 
     Args:
-        graph: the graph in the order to solve, with its options.
+        run: the solver.
+        request: what is solved at each budget, with the clock of the whole search. Its own budget is not used; once it is
+            stopped, the least budget so far is the answer.
         max_overhead: 0 or more, as a fraction of the step that keeps everything.
-        solve_at: solves `graph` for a budget.
-        clock: the limit of the whole search.
-        on_progress, should_stop: as in ``planner.solve``; once it stops, the least budget so far is the answer.
 
     Returns:
         A result whose budget is the peak of a schedule within the price; its settings have ``max_overhead`` and
         ``least_budget_proved_bytes``, below which a schedule within the price was proved not to exist (in this order).
     """
+    graph, clock = request.graph, request.clock
     limit_s = (graph.time_s + max_overhead * graph.step_s) * (1 + _ROUNDING)
     best = keep_everything(remove_options(graph))
     simulation = simulate(graph, best)
     best_s, high_bytes = simulation.time_s, simulation.peak_bytes
     low_bytes = proved_bytes = bound_least_budget(graph).budget_bytes - 1
     rounds = max(1, math.ceil(math.log2(max(2.0, (high_bytes - low_bytes) / max(1.0, _PRECISION * high_bytes)))))
-    while high_bytes - low_bytes > _PRECISION * high_bytes + 1 and not (should_stop is not None and should_stop()):
+    while high_bytes - low_bytes > _PRECISION * high_bytes + 1 and not request.is_interrupted():
         slice_s = _SEARCH_SHARE * clock.limit / rounds
         if measure_rest(clock) - slice_s <= (1 - _SEARCH_SHARE) * clock.limit / 2:
             break
         budget_bytes = (low_bytes + high_bytes) // 2
-        decision = StopWhenDecided(limit_s, should_stop, on_progress)
-        result = solve_at(budget_bytes, clock.start_part(slice_s), decision, decision.is_reached)
+        decision = StopWhenDecided(limit_s, request.should_stop, request.on_progress)
+        asked = replace(request, budget_bytes=budget_bytes, clock=clock.start_part(slice_s))
+        result = run(replace(asked, on_progress=decision, should_stop=decision.is_reached))
         if result.time_s is not None and result.time_s <= limit_s:
             assert result.schedule is not None and result.peak_bytes is not None
             best, best_s, high_bytes = result.schedule, result.time_s, result.peak_bytes
@@ -66,7 +57,7 @@ def solve_least_memory(
         low_bytes = budget_bytes
         if result.status is Status.INFEASIBLE or decision.is_refuted(result.bound_s):
             proved_bytes = max(proved_bytes, budget_bytes)
-    found = solve_at(high_bytes, clock.start_part(max(1e-3, measure_rest(clock))), on_progress, should_stop)
+    found = run(replace(request, budget_bytes=high_bytes, clock=clock.start_part(max(1e-3, measure_rest(clock)))))
     if found.time_s is None or found.time_s > best_s:
         status = decide_status(best_s, found.bound_s, get_tolerance(found.settings, 0.0))
         found = found.map_to(status=status, schedule=best, time_s=best_s, peak_bytes=high_bytes, reason=None, message="")

@@ -46,7 +46,7 @@ from planner.settings.plan import PlanSettings, select_settings
 from solvers.arena.solve import ARENA_SIZES
 from solvers.clock import Clock
 from solvers.order.reorder import Reordering, find_order, keep_program_order, lowers_peak, may_lower_peak
-from solvers.registry import Solver, get_solver
+from solvers.registry import get_solver
 from solvers.request import Request, Start
 from solvers.result import Result, SolveProgress, Status
 from solvers.tolerance import WIDENING, Tolerance
@@ -169,11 +169,9 @@ def solve_graph(
     memory = CountedMemory.ALLOCATED if isinstance(budget, Overhead) else choose_memory(graph, settings.memory)
     plans = _Plans.of(graph, settings, memory)
     if isinstance(budget, Overhead):
-        run = get_solver(settings.solver)
-        result = _solve_least_memory(
-            run, graph, settings, budget.share, clock, on_progress, combine_stops(should_stop, must_stop)
-        )
-        return plans.plan_of(result, clock)
+        stop = combine_stops(should_stop, must_stop)
+        request = Request(graph, 0, settings.tolerance, clock, on_progress, stop, settings.params)
+        return plans.plan_of(_solve_least_memory(request, budget.share, settings), clock)
     budget_bytes = budget.resolve(plans.eager_bytes)
     request = Request(
         graph,
@@ -310,26 +308,12 @@ class _Plans:
         return replace(plan, reserved=predict_reserved(graph, schedule, self.memory, self.eager_reserved_bytes, arena))
 
 
-def _solve_least_memory(
-    run: Solver,
-    graph: Graph,
-    settings: PlanSettings,
-    overhead: float,
-    clock: Clock,
-    on_progress: Tell | None,
-    should_stop: Stop | None,
-) -> Result:
+def _solve_least_memory(request: Request, overhead: float, settings: PlanSettings) -> Result:
     """Return the schedule of least memory whose overhead over keeping everything is at most `overhead`."""
+    graph, clock = request.graph, request.clock
     order = order_for(graph, settings.solver, reorder=settings.reorder, clock=clock.start_part(_REORDER_SHARE * clock.limit))
-    solve_at = partial(_solve_at, run, order.graph, settings)
-    found = solve_least_memory(order.graph, overhead, solve_at, clock, on_progress=on_progress, should_stop=should_stop)
+    found = solve_least_memory(get_solver(settings.solver), replace(request, graph=order.graph), overhead)
     return map_result_to_step(graph, order.map_result_back(found))
-
-
-def _solve_at(
-    run: Solver, graph: Graph, settings: PlanSettings, budget_bytes: int, clock: Clock, tell: Tell | None, stop: Stop | None
-) -> Result:
-    return run(Request(graph, budget_bytes, settings.tolerance, clock, tell, stop, settings.params))
 
 
 def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock | None = None) -> Reordering:

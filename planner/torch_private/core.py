@@ -32,6 +32,7 @@ from torch._subclasses.functional_tensor import (
     FunctionalTensor,  # the target of an in-place op during a capture
     FunctionalTensorMode,  # sees in-place ops before they are made functional
 )
+from torch.fx.experimental import proxy_tensor as _proxy_tensor  # captures graphs without autocast's cache
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,  # makes the graph that ops are captured in
     track_tensor_tree,  # lets a value stand for a node of that graph
@@ -269,6 +270,34 @@ def register_python_kernels(op: OpOverload, kernels: Mapping[DispatchKey, Callab
             yield
         finally:
             op._dispatch_cache.clear()
+
+
+@contextmanager
+def keep_autocast_cache() -> Iterator[None]:
+    """Cast parameters once under autocast during captures, as eager PyTorch does, and not at each use.
+
+    PyTorch turns autocast's cache off during captures, where it might hold the tensors of another one: it is cleared here. The
+    cache takes leaves only. To make a parameter functional, PyTorch adds a node to it that is never used: it is removed again.
+    """
+    with (
+        wrap(_proxy_tensor, "disable_autocast_cache", _clear_autocast_cache),
+        wrap(FunctionalTensor, "to_functional", _make_functional_leaf),
+    ):
+        yield
+
+
+@contextmanager
+def _clear_autocast_cache(_: object) -> Iterator[None]:
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+def _make_functional_leaf(make: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    functional = make(tensor)
+    return functional.detach_().requires_grad_() if tensor.requires_grad and tensor.is_leaf else functional
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from planner.torch_private.core import (
     OpOverload,
     OpOverloadPacket,
     below_autograd,
+    keep_autocast_cache,
     keep_random_ops_in_graphs,
     register_python_kernels,
 )
@@ -82,6 +83,7 @@ def keep_ops_as_eager() -> Iterator[None]:
         stack.enter_context(_keep_dynamo_as_eager())
         stack.enter_context(record_written_strides())
         stack.enter_context(keep_random_ops_in_graphs())
+        stack.enter_context(keep_autocast_cache())
         stack.enter_context(_exclude_recurrent_layers())
         yield
 

@@ -68,6 +68,15 @@ def test_lstm_accepts_initial_states_and_autocast() -> None:
         captured_as_eager(lstm, None, (torch.randn(6, 5, 17), states))
 
 
+def test_weights_are_cast_once_under_autocast() -> None:
+    """Gradients of a weight that is used at each position are added in half precision, as eager PyTorch adds them."""
+    torch.manual_seed(0)
+    model = FunctionModule(lambda m, x: m.b(m.b(m.a(x)[0])).float().sum(), a=nn.GRU(17, 33), b=nn.Linear(33, 33))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, eager, ops = captured_as_eager(model, None, (torch.randn(3, 5, 17),))
+    assert ops == eager
+
+
 def test_recurrent_cells_are_bitwise_equal_to_eager() -> None:
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         hidden, state = None, None

@@ -85,6 +85,7 @@ def keep_ops_as_eager() -> Iterator[None]:
         stack.enter_context(keep_random_ops_in_graphs())
         stack.enter_context(keep_autocast_cache())
         stack.enter_context(_exclude_recurrent_layers())
+        stack.enter_context(wrap(FakeTensorMode, "_dispatch_impl", _give_types_of_kernels))
         yield
 
 
@@ -218,9 +219,31 @@ def _exclude_recurrent_layers() -> Iterator[None]:
 
 
 def _refuse_recurrent_layers(validate: Any, mode: FakeTensorMode, func: OpOverload, args: Any, kwargs: Any) -> None:
-    if func in _CALLED:
-        raise BypassDispatchCache(f"{func} returns one tensor twice")
+    if func in _CALLED or func in _TYPES_ON_CPU:
+        raise BypassDispatchCache(f"{func} returns one tensor twice, or others than it says")
     validate(mode, func, args, kwargs)
+
+
+# For results of norms, the argument that has their type in kernels for the CPU. Fake kernels say otherwise where inputs are in
+# half precision and parameters are not, as under autocast: casts too many and other gradients of gradients would be captured.
+_TYPES_ON_CPU: dict[OpOverload, dict[int, int]] = {
+    aten.native_layer_norm.default: {1: 2, 2: 2},
+    aten.native_group_norm.default: {1: 1, 2: 1},
+    aten.native_group_norm_backward.default: {0: 1},
+    aten._native_batch_norm_legit_functional.default: {1: 1, 2: 1, 3: 3, 4: 4},
+}
+
+
+def _give_types_of_kernels(dispatch: Any, mode: FakeTensorMode, func: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
+    results = dispatch(mode, func, types, args, kwargs)
+    if func not in _TYPES_ON_CPU:
+        return results
+    results = list(results)
+    for result, argument in _TYPES_ON_CPU[func].items():
+        value, like = results[result], args[argument]
+        if value is not None and like is not None and like.device.type == "cpu":
+            results[result] = value.to(like.dtype)
+    return tuple(results)
 
 
 def _compute_in_float(kernel: Callable[..., Any], *args: Any) -> tuple[torch.Tensor, ...]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import TraceError
 from graphs.schedule import keep_everything
 from planner.capture.rewrites.layouts import copy_with_strides
@@ -52,6 +53,30 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[Tensor,
     "addcmul in place": (lambda x: (x * 2).addcmul_(x, x, value=0.3), (6, 9), ()),
     "in place on strided views": (in_place_on_columns, (5, 99), ()),
 }
+
+
+def penalty(norm: nn.Module, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(norm(x.bfloat16()).sum(), x, create_graph=True)
+    return gradient.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("norm", "call"),
+    [
+        (lambda: nn.LayerNorm(9), lambda norm, x: norm(x.bfloat16()).float().square().sum()),
+        (lambda: nn.LayerNorm(9), penalty),
+        (lambda: nn.GroupNorm(3, 9), lambda norm, x: norm(x.bfloat16()).float().square().sum()),
+        (lambda: nn.BatchNorm1d(9), lambda norm, x: norm(x.bfloat16()).float().square().sum()),
+    ],
+)
+def test_norms_of_half_precision_save_float32(norm: Callable[[], nn.Module], call: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    model = FunctionModule(lambda m, x: call(m.norm, x * m.norm.weight), norm=norm())
+    captured, _, _ = captured_as_eager(model, None, (torch.randn(6, 9),))
+    norms = [[captured.graph.tensors[i].dtype for i in op.outputs] for op in captured.graph.ops if "norm" in op.target]
+    assert norms
+    assert all(first == "bfloat16" and set(rest) <= {"float32"} for first, *rest in norms)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

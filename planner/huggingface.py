@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from graphs.short_tracebacks import shorten_traceback
 from planner.errors import explain_missing_packages
@@ -14,6 +14,7 @@ from planner.errors import explain_missing_packages
 with explain_missing_packages():
     import torch
     from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
     from transformers import Trainer
     from transformers.trainer_utils import unwrap_peft_model
 
@@ -23,7 +24,7 @@ from planner.progress.describe import describe
 from planner.settings.budget import read_budget_or_overhead
 from planner.train.compile.per_batch import BatchPlans, check_options
 from planner.train.compile.step import PlannedStep
-from planner.train.distributed.wrappers import unwrap
+from planner.train.distributed.wrappers import Replicated, Unwrapped, unwrap
 
 _BAR_EVERY_S = 0.2  # the shortest time between two updates of one stage
 
@@ -32,7 +33,7 @@ class PlannedTrainerMixin:
     """A mixin before a subclass of ``Trainer``: ``class Mine(PlannedTrainerMixin, Seq2SeqTrainer): ...``.
 
     Training steps are planned; evaluation and all else are the trainer's. A ``compute_loss`` of the next class is part of the
-    plan; it must call the model once, with named arguments.
+    plan, with whatever it does with the model.
     """
 
     @shorten_traceback
@@ -105,12 +106,8 @@ class PlannedTrainerMixin:
         if this.compute_loss_func is None and of_the_trainer:
             return ordinary(partial(self._return_loss, model), inputs, num_items_in_batch=num_items_in_batch)
 
-        def loss_fn(outputs: Any, loss_inputs: dict[str, Any]) -> Any:
-            return ordinary(lambda **_: outputs, **loss_inputs)
-
-        loss_inputs = {"inputs": dict(inputs), "num_items_in_batch": num_items_in_batch}
-        given = _model_arguments(ordinary, loss_inputs)
-        return self._loss(model, loss_fn, {**given, "loss_inputs": loss_inputs})
+        batch = {"inputs": dict(inputs), "num_items_in_batch": num_items_in_batch}
+        return self._loss(model, None, batch, compute_loss=ordinary)
 
     def _return_loss(self, model: nn.Module, **given: Any) -> Any:
         outputs = self._loss(model, None, given)
@@ -136,11 +133,18 @@ class PlannedTrainerMixin:
         finally:
             this.label_smoother = smoother
 
-    def _loss(self, model: nn.Module, loss_fn: Callable[..., Any] | None, batch: dict[str, Any]) -> Any:
+    def _loss(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        batch: dict[str, Any],
+        compute_loss: Callable[..., Any] | None = None,
+    ) -> Any:
         this: Any = self
         if self.batch_plans is None or model is not self._planned_model:  # each run of the trainer has another model
             self.batch_plans = None
-            self._planned_model, self.batch_plans = model, BatchPlans(unwrap(model), self._budget, self._options)
+            self._planned_model = model
+            self.batch_plans = BatchPlans(_unwrap(model, compute_loss), self._budget, self._options)
         accumulate = this.args.gradient_accumulation_steps > 1
         shown: OnProgress = _TrainerView(this) if self.planned is None else False
         return self.batch_plans.step(loss_fn, batch, optimizer=this.optimizer, accumulate=accumulate, on_progress=shown)(**batch)
@@ -195,19 +199,22 @@ class _EchoModel:
         return str(self._name)
 
 
-class _ModelCalledError(Exception):
-    """The end of a call of a model, with its arguments."""
+class _OwnLoss(nn.Module):
+    """A trainer's own ``compute_loss`` as a model, which may call the real one several times, or only parts of it."""
+
+    def __init__(self, model: nn.Module, compute_loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.compute_loss = compute_loss
+
+    def forward(self, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None) -> Any:
+        return self.compute_loss(self.model, dict(inputs), num_items_in_batch=num_items_in_batch)
 
 
-def _raise_arguments(**given: Any) -> NoReturn:
-    raise _ModelCalledError(given)
-
-
-def _model_arguments(compute_loss: Callable[..., Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that `compute_loss` calls the model with."""
-    try:
-        compute_loss(_raise_arguments, dict(loss_inputs["inputs"]), num_items_in_batch=loss_inputs["num_items_in_batch"])
-    except _ModelCalledError as called:
-        arguments: dict[str, Any] = called.args[0]
-        return arguments
-    raise PlannerError("compute_loss does not call the model it is given, so that there is nothing to plan")
+def _unwrap(model: nn.Module, compute_loss: Callable[..., Any] | None) -> Unwrapped:
+    """Return the wrapper of `model`, or of `compute_loss` on it."""
+    if compute_loss is None:
+        return unwrap(model)
+    if isinstance(model, DistributedDataParallel):
+        return Replicated(model, _OwnLoss(model.module, compute_loss))
+    return unwrap(_OwnLoss(model, compute_loss))

@@ -86,7 +86,7 @@ class PlannedTraining(pl.Callback):
         if trained is pl_module:
             wrapper = unwrap(step)
         elif isinstance(trained, DistributedDataParallel):
-            wrapper = InReplicated(step, trained)
+            wrapper = InReplicated(trained, step)
         else:
             raise PlannerError(
                 f"strategy {type(trainer.strategy).__name__} is not planned: use a single device, strategy='ddp', or "

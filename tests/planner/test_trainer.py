@@ -199,10 +199,28 @@ class PlannedWeighted(PlannedTrainerMixin, Weighted):
     pass
 
 
+class Consistent(transformers.Trainer):
+    """Calls the model twice, as R-Drop and SimCSE do, by position, and reads its attributes and a part of it."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        first, second = (model(inputs["input_ids"]).logits.flatten(0, 1).log_softmax(-1) for _ in range(2))
+        assert model.training
+        loss = F.nll_loss(first, inputs["labels"].flatten()) + F.kl_div(first, second, log_target=True)
+        return loss + 0.01 / model.config.vocab_size * model.lm_head.weight.square().sum()
+
+
+class PlannedConsistent(PlannedTrainerMixin, Consistent):
+    pass
+
+
 @pytest.mark.parametrize(
     ("eager", "planned", "options"),
-    [(Weighted, PlannedWeighted, {}), *slow((transformers.Trainer, PlannedTrainer, {"compute_loss_func": summed}))],
-    ids=["overridden", "function"],
+    [
+        (Weighted, PlannedWeighted, {}),
+        (Consistent, PlannedConsistent, {}),
+        *slow((transformers.Trainer, PlannedTrainer, {"compute_loss_func": summed})),
+    ],
+    ids=["overridden", "called twice", "function"],
 )
 def test_a_loss_of_your_own(eager: type, planned: type, options: dict[str, Any], tmp_path: Path) -> None:
     data = sentences(8)

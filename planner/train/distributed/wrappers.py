@@ -110,15 +110,15 @@ class Unwrapped:
 
 
 class Replicated(Unwrapped):
-    """A model in ``DistributedDataParallel``."""
+    """A model in ``DistributedDataParallel``, or a `step` on it."""
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: DistributedDataParallel, step: nn.Module | None = None) -> None:
         if model.mixed_precision is not None:
             raise TraceError("DistributedDataParallel with mixed_precision= is not planned: use torch.autocast around the step")
         # Assigned first, so that it is freed before the group in `ranks`: DDP's reducer holds the group too, and as its last
         # owner would join gloo's threads with the GIL held, for which a thread may wait that frees objects of the backward pass.
         self._model = model
-        super().__init__(model.module, Ranks(model.process_group))
+        super().__init__(model.module if step is None else step, Ranks(model.process_group))
 
     def open(self) -> AbstractContextManager[None]:
         """Replace the parameters, so that the wrapper does not wait for their gradients."""
@@ -140,21 +140,17 @@ class Replicated(Unwrapped):
         planned = _Proxy(self.module, executor)
 
         def step(*args: object, **kwargs: object) -> Any:
-            self._model.module = planned
+            module, self._model.module = self._model.module, planned
             try:
                 return self._model(*args, **kwargs)
             finally:
-                self._model.module = self.module
+                self._model.module = module
 
         return step
 
 
 class InReplicated(Replicated):
     """A step inside the forward pass of ``DistributedDataParallel``."""
-
-    def __init__(self, step: nn.Module, model: DistributedDataParallel) -> None:
-        super().__init__(model)
-        self.module = step
 
     def wrap(self, executor: Executor) -> Callable[..., Any]:
         """Return `executor` itself: the wrapper's forward pass surrounds it."""

@@ -219,18 +219,16 @@ WAY_OUT = "Raise the budget, or lower the batch size."
 
 def describe_too_small(graph: Graph, budget_bytes: int, least: LeastBudget) -> str:
     """Return the message that `budget_bytes` is below `least`, with the reason and the way out."""
-    anyway = None if len(graph.ops) > len(graph.program) else find_any_order_need(graph)
-    if anyway is None or budget_bytes >= anyway.total_bytes:
-        return (
-            f"budget {_describe_below(budget_bytes, least.budget_bytes)}, the least any schedule of this graph needs that first "
-            f"executes the ops in the order that was tried: {describe_need(graph, least.need)}. {WAY_OUT}"
-        )
-    more = ""
-    if least.budget_bytes > anyway.total_bytes:
-        more = f"In the order of the ops that was tried it is {format_enough(least.budget_bytes)}. "
+    least_bytes = least.budget_bytes
+    in_any_order = None if len(graph.ops) > len(graph.program) else find_any_order_need(graph).total_bytes
+    scope, other_orders = "", ""
+    if in_any_order != least_bytes:
+        scope = " that first executes the ops in the order that was tried"
+        if in_any_order is not None and budget_bytes < in_any_order:
+            other_orders = f" No other order needs less than {format_bytes(in_any_order)}."
     return (
-        f"budget {_describe_below(budget_bytes, anyway.total_bytes)}, the least any schedule of this graph needs: "
-        f"{describe_need(graph, anyway)}. {more}{WAY_OUT}"
+        f"budget {_describe_below(budget_bytes, least_bytes)}, the least any schedule of this graph needs{scope}: "
+        f"{describe_need(graph, least.need)}.{other_orders} {WAY_OUT}"
     )
 
 

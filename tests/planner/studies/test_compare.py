@@ -15,7 +15,7 @@ from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.cli.main import main
 from planner.memory.reserved import predict_eager_bytes
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.option_settings import build_option_settings
+from planner.settings.option_settings import RECOMPUTATION, build_option_settings
 from planner.studies.compare import Shares, Task, compare, cut_short, parse_methods
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound_of
 from planner.studies.comparisons import format_cell, format_tables, write_report
@@ -95,13 +95,15 @@ def test_budget_below_the_least_reserved_memory_is_out_of_memory(tmp_path: Path)
     assert "the least found is 2.10 MB" in row.message
 
 
-def test_all_methods_can_be_compared(tmp_path: Path) -> None:
-    found = compare(make_training_chain(6), ["80%"], parse_methods("all"), tmp_path, StudySettings(time_limit_s=20))
-    assert found[0].method == OPTIMUM
-    assert {row.method for row in found} == {
-        name for name, entry in SOLVERS.items() if not entry.only_transfers and not entry.only_devices
-    }
-    assert all(row.status in {"optimal", "feasible", "infeasible", "limit", "error"} for row in found)
+@pytest.mark.parametrize("offload", [False, True])
+def test_all_methods_can_be_compared(offload: bool, tmp_path: Path) -> None:
+    methods = parse_methods("all", offload=offload)
+    every = {name: entry for name, entry in SOLVERS.items() if not entry.only_devices}
+    assert set(methods) == {name for name, entry in every.items() if offload or not entry.only_transfers}
+    options = build_option_settings(["offload"], 1.0, 10**6) if offload else RECOMPUTATION
+    found = compare(make_training_chain(6), ["80%"], methods, tmp_path, StudySettings(options=options, time_limit_s=20))
+    assert found[0].method == OPTIMUM and {row.method for row in found} == set(methods)
+    assert not [row.message for row in found if row.status == "error"]
 
 
 def test_methods_with_large_programs_run_last_and_share_remaining_time() -> None:
@@ -182,20 +184,6 @@ def test_methods_that_offload_beside_those_that_recompute(graph: Graph, tmp_path
     assert compare(graph, ["75%"], names, tmp_path, StudySettings(options=options)) == found
     with pytest.raises(OutputError, match="ask for the same"):
         compare(graph, ["75%"], names, tmp_path, StudySettings(options=build_option_settings(["offload"], 25e9, 10**11)))
-
-
-def test_all_methods_run_on_graphs_with_offload(tmp_path: Path) -> None:
-    everywhere = {name for name, entry in SOLVERS.items() if not entry.only_devices}
-    assert set(parse_methods("all", offload=True)) == everywhere
-    options = build_option_settings(["offload"], 1.0, 10**6)
-    found = compare(
-        make_training_chain(6),
-        ["80%"],
-        parse_methods("all", offload=True),
-        tmp_path,
-        StudySettings(options=options, time_limit_s=20),
-    )
-    assert {row.method for row in found} == everywhere and not [row.message for row in found if row.status == "error"]
 
 
 def test_rows_that_are_known_are_not_computed_again(graph: Graph, tmp_path: Path) -> None:

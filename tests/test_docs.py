@@ -248,7 +248,6 @@ def hooks() -> ModuleType:
     pytest.importorskip("mkdocs")
     pytest.importorskip("latex2mathml")
     spec = spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
-    assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

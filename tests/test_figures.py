@@ -25,7 +25,6 @@ Arrow = tuple[str, str, str]  # the caller's module, the called one, and a funct
 
 def _load_figures() -> ModuleType:
     spec = spec_from_file_location("docs_figures_draw", ROOT / "docs" / "figures" / "draw.py")
-    assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses and named tuples look for their annotations
     spec.loader.exec_module(module)

@@ -72,13 +72,12 @@ def test_a_model_is_planned_and_trained_under_a_cap_that_eager_does_not_fit(fold
     assert static_bytes < peak_bytes <= budget_bytes
     assert budget_bytes - static_bytes < room_bytes < growth_bytes
     for row in (uncapped, planned):
-        assert row.ready_rss_bytes is not None and row.training_rss_bytes is not None and row.eager_peak_bytes is not None
-        assert row.torch_rss_bytes is not None and row.dynamo_rss_bytes is not None
+        assert row.eager_peak_bytes is not None
         assert row.torch_rss_bytes < row.dynamo_rss_bytes < row.ready_rss_bytes < row.training_rss_bytes
     assert (uncapped.training_rss_bytes or 0) - (uncapped.ready_rss_bytes or 0) > 0.8 * growth_bytes
     assert (planned.training_rss_bytes or 0) - (planned.ready_rss_bytes or 0) < room_bytes
     assert 0 < (planned.capture_s or 0) < (planned.compile_s or 0) < (planned.first_step_s or 0)
-    assert planned.first_overhead is not None and planned.first_overhead > 0
+    assert planned.first_overhead > 0
     assert planned.machine and planned.commit and planned.torch == torch.__version__
 
 

@@ -44,7 +44,7 @@ def test_both_are_no_worse_than_either_and_rows_say_how_each_ended(rows: list[Of
     assert [(row.budget, row.method) for row in rows] == [(budget, way) for budget in ("60%", "1%") for way in METHODS]
     found = {row.method: row for row in rows[: len(METHODS)]}
     recomputing, offloading, both = (found[way] for way in OURS)
-    assert both.overhead is not None and recomputing.overhead is not None and offloading.overhead is not None
+    assert recomputing.overhead is not None and offloading.overhead is not None
     assert 0 < both.overhead <= min(recomputing.overhead, offloading.overhead)
     assert offloading.recomputed == recomputing.copied == recomputing.host_bytes == 0
     assert recomputing.recomputed and offloading.copied and offloading.host_bytes

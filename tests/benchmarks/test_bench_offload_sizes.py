@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parents[2] / "results" / "offload"
 @pytest.mark.slow
 def test_largest_size_with_offload_is_at_least_that_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = SizeCase("zoo:mlp,layers=4,width=32,classes=8", "batch", 64)
-    monkeypatch.setitem(CASES, "small", small)  # type: ignore[arg-type]
+    monkeypatch.setitem(CASES, "small", small)
     rows = list(search("small", (), budget="1MB", limit_s=3.0))
     assert [row.method for row in rows] == [*(method for method, _ in METHODS), "with offload"]
     sizes = [row.size or 0 for row in rows]

@@ -103,7 +103,7 @@ def test_known_rows_are_not_solved_again_and_missing_ones_are_marked(case: Optio
 def test_worse_and_contradictory_rows_are_reported(rows: list[OptionsRow]) -> None:
     found = {key(row)[1:]: row for row in rows}
     chunks, both = found["chunks", "50%"], found["offload+chunks", "50%"]
-    assert chunks.time_s is not None and both.time_s is not None
+    assert both.time_s is not None
     slower = replace(both, time_s=2 * chunks.time_s)
     assert find_worse([chunks, slower], FLOATING) == [(chunks, slower)] and find_worse(
         [chunks, replace(both, time_s=None)], FLOATING
@@ -137,9 +137,8 @@ def test_errors_are_measured_beside_the_same_step_without(monkeypatch: pytest.Mo
     found = list(measure_errors(("head", "chunks", partial(WorkClock, 1.0)), ()))
     assert [row.budget for row in found] == list(options_errors.BUDGETS)
     tight = found[-1]
-    assert tight.differing and tight.gradient_error is not None and tight.largest_error is not None
-    assert tight.loss_error is not None and tight.loss_error < 1e-5 and tight.gradient_error < 1e-5 and tight.largest_error < 1e-4
-    assert tight.measured_peak_bytes is not None and tight.budget_bytes is not None and tight.base_peak_bytes is not None
+    assert tight.differing
+    assert tight.loss_error < 1e-5 and tight.gradient_error < 1e-5 and tight.largest_error < 1e-4
     assert tight.measured_peak_bytes <= tight.budget_bytes < tight.base_peak_bytes
     (exact,) = measure_errors(("narrow", "chunks", partial(WorkClock, 1.0)), ())
     assert (exact.bits, exact.budget) == (Bits.EXACT, "")

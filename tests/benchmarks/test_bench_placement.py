@@ -38,7 +38,7 @@ def test_both_devices_are_no_worse_than_the_main_one() -> None:
     assert [(row.budget, row.method) for row in rows] == [(b, method) for b in budgets for method in METHODS]
     alone, second, serial, overlapped = rows[:4]
     assert alone.time_s == 6.0 and second.time_s == 6.0
-    assert overlapped.time_s <= serial.time_s <= serial.serial_s <= alone.time_s  # type: ignore[operator]
+    assert overlapped.time_s <= serial.time_s <= serial.serial_s <= alone.time_s
     assert serial.placed and serial.copied and serial.status == "optimal"
     lines = format_table(rows).splitlines()
     assert len(lines) == 4 and all(budget in line for budget, line in zip(budgets, lines[2:], strict=True))
@@ -61,14 +61,14 @@ def test_schedules_on_threads_are_executed() -> None:
     rows = list(compare("linear", name, step, replace(pair, second=quick), NO_LIMIT, limit_s=2.0))
     assert torch.get_num_threads() == before
     for row in rows[2:]:
-        assert row.placed and row.executed_s > 0 and row.kept_s > 0  # type: ignore[operator]
-        assert row.executed_other_bytes == row.predicted_other_bytes > 0  # type: ignore[operator]
-        assert row.executed_peak_bytes <= row.peak_bytes  # type: ignore[operator]
+        assert row.placed and row.executed_s > 0 and row.kept_s > 0
+        assert row.executed_other_bytes == row.predicted_other_bytes > 0
+        assert row.executed_peak_bytes <= row.peak_bytes
     assert all(row.executed_s is None for row in rows[:2])
 
 
 def test_bench_placement_command_writes_rows_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(placement.MODELS, "small", build_chain)  # type: ignore[arg-type]
+    monkeypatch.setitem(placement.MODELS, "small", build_chain)
     monkeypatch.setattr(placement, "LIMIT_S", 1.0)
     monkeypatch.setattr(placement, "PAIRS", PAIRS[:1])
     monkeypatch.setattr(placement, "BUDGETS", BUDGETS[:1])

@@ -106,11 +106,10 @@ def test_every_way_to_train_is_a_row() -> None:
     assert {row.status for row in rows.values()} == {RAN}
     assert {row.different for row in rows.values()} == {0}
     for row in [rows[way] for way in both]:
-        assert row.storages_bytes is not None and row.peak_bytes is not None and row.budget_bytes is not None
         assert row.storages_bytes <= row.peak_bytes <= row.budget_bytes
         assert row.swaps is not None and (row.ratio is None) == row.way.endswith(FIRST)
     for row in [rows[way] for way in (*at_shares, AT_ITS_PEAK)]:
-        assert row.ratio is not None and row.ratio > 0
+        assert row.ratio > 0
     assert rows[AT_ITS_PEAK].budget_bytes == rows[CHECKPOINTING].peak_bytes
     assert rows[AT_ITS_PEAK].other_ratio is not None
     assert (rows[CHECKPOINTING].peak_bytes or 0) < (rows[EAGER].peak_bytes or 0)
@@ -123,7 +122,7 @@ def test_a_model_in_an_arena_and_without() -> None:
     assert list(rows) == [EAGER, *(f"{way}{which}" for way in (PLANNED, IN_ARENA) for which in (FIRST, ""))]
     assert all(row.status == RAN and row.different == 0 for row in rows.values())
     arena = rows[IN_ARENA]
-    assert arena.outside_bytes is not None and arena.arena_bytes is not None and arena.other_ratio
+    assert arena.other_ratio
     assert arena.outside_bytes < 0.1 * arena.arena_bytes
     assert rows[PLANNED].arena_bytes is None
     assert list(list_failures(list(rows.values()))) == []
@@ -149,7 +148,7 @@ def test_between_the_passes_a_model_changes_its_buffers() -> None:
     workload = Workload(Centred(), None, (torch.randn(4, 8),))
     runner = Runner.of_eager(workload)
     outcome = runner.train(workload.batch)
-    assert outcome.values["buffer model.centre"].abs().sum() > 0  # type: ignore[union-attr]
+    assert outcome.values["buffer model.centre"].abs().sum() > 0
     for measure in (runner.measure_storages_bytes, runner.measure_peak_bytes):
         workload.model.centre.zero_()
         measure(workload.batch)
@@ -208,7 +207,7 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
         source, model = name.split("/")
         asked.append(name)
         about = {"source": source, "model": model, "way": EAGER, "status": next(statuses)}
-        return [TriedRow(**about, storages_bytes=90, peak_bytes=100, different=0)]  # type: ignore[arg-type]
+        return [TriedRow(**about, storages_bytes=90, peak_bytes=100, different=0)]
 
     main = replace(try_models.main, study=replace(STUDY, run=try_one), out=str(tmp_path))
     names = ["by hand/mlp", "timm/vit"]

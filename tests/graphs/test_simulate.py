@@ -77,4 +77,4 @@ def test_invalid_schedules_raise() -> None:
 
 def test_unknown_step_kind_raises() -> None:
     with pytest.raises(ScheduleError, match="is not a step of a schedule"):
-        simulate(small(), Schedule((Compute(0), "offload")))  # type: ignore[arg-type]
+        simulate(small(), Schedule((Compute(0), "offload")))

@@ -91,7 +91,7 @@ def test_a_solved_plan_is_lossy_where_that_pays_and_says_how_much(captured: Capt
     for plan in plans.values():
         assert plan.peak_bytes <= budget and plan.time_s <= exact.time_s
     four = plans[4]
-    assert four.gradient_error is not None and any(said.startswith("lossy: ") for said in four.differs)
+    assert any(said.startswith("lossy: ") for said in four.differs)
     offered = apply_options(cheap, ["compress:4"])
     assert 0 < four.gradient_error <= math.sqrt(dict(offered.limits)[VARIANCE]) * (1 + 1e-6)
     assert "gradient error" in str(four)
@@ -109,8 +109,7 @@ def test_compile_with_compression_reports_and_refreshes_the_gradient_error(workl
     model, loss_fn, batch = workload
     step = planner.compile(model, loss_fn, batch, budget="85%", options=["compress:4"], passes=1, time_limit_s=5)
     plan = step.plan
-    assert plan.gradient_error is not None and plan.settings["options"] == ["compress:4"]
-    assert plan.eager is not None and plan.eager.gradient_error is not None
+    assert plan.settings["options"] == ["compress:4"]
     assert plan.eager.gradient_error <= FACTOR * plan.gradient_error + 1e-6
     before = [op.used(VARIANCE) for op in step.measured.ops]
     with torch.no_grad():

@@ -61,7 +61,7 @@ def mixed(device: str = "h200") -> Graph:
 def test_plans_in_an_arena_are_within_their_budget_and_no_slower(share: int) -> None:
     graph = mixed()
     plain, plan = (solve(graph, f"{share}%", work_limit=6.0, arena=arena) for arena in (False, True))
-    assert plan.reserved_bytes is not None and plan.reserved_bytes <= plan.budget_bytes == plain.budget_bytes
+    assert plan.reserved_bytes <= plan.budget_bytes == plain.budget_bytes
     assert plan.time_s <= plain.time_s
     steering = plan_arena(graph, plan.schedule)
     assert (plan.arena_bytes, plan.outside_arena_bytes) == (steering.slab_bytes, steering.outside_bytes)
@@ -95,9 +95,8 @@ def test_reserved_memory_costs_what_allocated_memory_does_but_for_rounding(budge
     plan = solve(graph, budget * MIB, work_limit=6.0)
     assert plan.arena_bytes is not None
     with_rounding_s, fastest_s = (fastest(graph, (budget - less) * MIB) for less in (4, 0))
-    assert fastest_s is not None and with_rounding_s is not None
-    assert plan.bound_s is not None and plan.bound_s <= fastest_s <= plan.time_s <= with_rounding_s
-    assert plan.reserved_bytes is not None and plan.peak_bytes <= plan.reserved_bytes <= budget * MIB
+    assert plan.bound_s <= fastest_s <= plan.time_s <= with_rounding_s
+    assert plan.peak_bytes <= plan.reserved_bytes <= budget * MIB
 
 
 def test_what_had_too_little_time_is_solved_again_from_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +130,7 @@ def test_plans_that_need_no_arena_or_can_have_none_run_in_none() -> None:
         {"memory": "allocated"},
         {"options": ["offload"], "link": "100GB/s", "host_budget": "1GB"},
     ):
-        assert solve(graph, "70%", work_limit=6.0, **settings).arena_bytes is None  # type: ignore[arg-type]
+        assert solve(graph, "70%", work_limit=6.0, **settings).arena_bytes is None
     assert solve(mixed("cpu"), "60%", work_limit=6.0).arena_bytes is None
 
 
@@ -159,8 +158,8 @@ def test_an_arena_on_cuda_is_reserved_memory_without_expandable_segments(memory:
 def test_the_context_counts_in_an_arena_too() -> None:
     graph = mixed()
     plan = solve(graph, graph.static_bytes + 1_200 * 10**6, memory="device", work_limit=3.0, arena=True)
-    assert plan.reserved is not None and plan.reserved.context_bytes
-    assert plan.reserved_bytes is not None and plan.reserved_bytes <= plan.budget_bytes
+    assert plan.reserved.context_bytes
+    assert plan.reserved_bytes <= plan.budget_bytes
 
 
 def test_a_budget_that_no_plan_in_an_arena_meets_names_ways_out() -> None:

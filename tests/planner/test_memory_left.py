@@ -40,7 +40,7 @@ def tensor_bytes() -> int:
 @pytest.mark.parametrize("plan", [compile_step, checkpoint, backend])
 def test_a_planned_step_leaves_no_tensors(plan: Callable[..., Callable[..., Any]], dtype: torch.dtype) -> None:
     for made in (synthetic_inputs._build_random_block, checksum._build_weights):
-        made.cache_clear()  # type: ignore[attr-defined]
+        made.cache_clear()
     before = tensor_bytes()
     layers = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.1), nn.Linear(64, 32)).to(dtype)
     model, x = FunctionModule(lambda m, x: m.layers(x).square().mean(), layers=layers), torch.randn(16, 32, dtype=dtype)

@@ -46,7 +46,7 @@ def test_a_plan_with_both_is_faster_than_with_either(step: Graph) -> None:
     assert both.time_s < min(recomputing.time_s, sending.time_s)
     assert both.copied and both.recomputed and not recomputing.copied
     assert sending.recomputed == 0 < recomputing.recomputed
-    assert both.bound_s is not None and both.bound_s <= both.time_s
+    assert both.bound_s <= both.time_s
     offered = apply_options(step, ["offload"], Surroundings(Link.even(10e9), GB * 64))
     simulation = check_plan(offered, both)
     assert simulation.peak_bytes == both.peak_bytes <= both.budget_bytes
@@ -134,7 +134,6 @@ def test_given_link_precedes_measured_and_published_links() -> None:
     measured = LinkProfile(rates, rates, 2e-5)
     there: dict[str, object] = {"device": "NVIDIA H100 80GB HBM3", MEASURED_LINK: measured.recorded}
     given, found = build_option_settings(["offload"], "50GB/s"), build_option_settings(["offload"])
-    assert given is not None and found is not None
     assert given.link(there) == KnownLink(Link.even(50e9), LinkSource.GIVEN)
     assert found.link(there) == KnownLink(Link(20e9, 30e9, 2e-5), LinkSource.MEASURED)
     del there[MEASURED_LINK]

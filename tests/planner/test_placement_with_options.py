@@ -75,7 +75,7 @@ def test_written_plan_with_placement_and_options_runs_exactly(seed: int, tmp_pat
     graph = planner.trace(model, loss_fn, batch, options=FOUND, other_devices=[SECOND], passes=1)
     write_plan(random_plan(graph, BUDGET, seed=seed), tmp_path / "plan.json")
     plan = read_plan(tmp_path / "plan.json")
-    offered = build_option_settings(OPTIONS, "1GB/s", 10**9, exact=True).apply(graph)  # type: ignore[union-attr]
+    offered = build_option_settings(OPTIONS, "1GB/s", 10**9, exact=True).apply(graph)
     check_plan(offered, plan)
     assert list(plan.pool_peaks_bytes) == [SECOND, HOST]
     text = plan_text(plan)
@@ -117,7 +117,7 @@ def test_training_with_placement_and_options_equals_eager(monkeypatch: pytest.Mo
 def test_facts_of_a_graph_with_all_options_equal_those_as_traced() -> None:
     model, loss_fn, batch = small()
     graph = planner.trace(model, loss_fn, batch, options=FOUND, other_devices=[SECOND], passes=1)
-    offered = build_option_settings(OPTIONS, "1GB/s", 10**9).apply(graph)  # type: ignore[union-attr]
+    offered = build_option_settings(OPTIONS, "1GB/s", 10**9).apply(graph)
     facts, alone = collect_graph_facts(offered), collect_graph_facts(graph)
     assert facts.traced == alone.traced and facts.placement == alone.placement
     assert facts.least_budget_bytes == alone.least_budget_bytes

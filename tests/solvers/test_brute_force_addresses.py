@@ -107,16 +107,16 @@ def check_against_brute_force(seed: int, ops: int, tightness: float, alignment: 
     if optimum is None:
         assert result.status in (Status.INFEASIBLE, Status.LIMIT) and result.schedule is None
         return
-    assert result.bound_s is not None and result.bound_s <= optimum * (1 + SLACK)
+    assert result.bound_s <= optimum * (1 + SLACK)
     if result.schedule is None:  # margins do not find every schedule
         assert result.status is Status.LIMIT
         return
-    assert result.time_s is not None and result.time_s >= optimum * (1 - SLACK)
+    assert result.time_s >= optimum * (1 - SLACK)
     if result.status is Status.OPTIMAL:
         assert result.time_s <= optimum * (1 + TOLERANCE) + SLACK
     needs = Needs.of(graph, result.schedule, rules, budget)
     offsets = needs.find_addresses(WorkClock(20.0)).offsets
-    assert offsets is not None and offsets.height_bytes <= budget - graph.static_bytes
+    assert offsets.height_bytes <= budget - graph.static_bytes
 
 
 @FEW
@@ -137,11 +137,11 @@ def test_margins_find_the_optimum(seed: int) -> None:
     graph, budget = case(seed, 5, 0.9)
     optimum = fastest_in_arena(graph, budget - graph.static_bytes, 2)
     result = solve_in_arena(solve, ask(graph, budget, time_limit_s=20), ArenaRules(2))
-    assert result.bound_s is not None and result.time_s is not None
+    assert result.time_s is not None
     assert result.bound_s <= optimum * (1 + SLACK)
     assert result.time_s == pytest.approx(optimum, rel=SLACK)
     assert result.settings["arena_solves"] > 2
-    assert result.settings["arena_bytes"] <= budget - graph.static_bytes  # type: ignore[operator]
+    assert result.settings["arena_bytes"] <= budget - graph.static_bytes
 
 
 def test_finding_nothing_after_a_fit_is_no_defect() -> None:
@@ -157,7 +157,7 @@ def test_finding_nothing_after_a_fit_is_no_defect() -> None:
         return replace(result, graph=request.graph, schedule=None, status=Status.LIMIT, message="nothing was found in time")
 
     result = solve_in_arena(idle_after_a_fit, ask(graph, budget, time_limit_s=20), ArenaRules(2))
-    assert result.schedule is not None and result.settings["arena_solves"] > 4  # type: ignore[operator]
+    assert result.schedule is not None and result.settings["arena_solves"] > 4
     assert not result.message
 
 
@@ -167,7 +167,7 @@ def test_the_caller_may_end_a_solve_once_a_schedule_has_addresses() -> None:
     told: list[SolveProgress] = []
 
     def unending(request: Request) -> Result:
-        assert request.on_schedule is not None and not request.is_interrupted()
+        assert not request.is_interrupted()
         request.on_schedule(everything, 0.0)
         request.tell("searching", graph.time_s, 0.0)
         assert request.is_interrupted()

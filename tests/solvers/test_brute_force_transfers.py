@@ -155,7 +155,6 @@ def test_schedules_and_bounds_with_transfers_agree_with_brute_force(
 def test_tensors_without_readers_are_not_offloaded() -> None:
     """A plain graph that is committed to may lack what reads a tensor that may go to the host."""
     one = case(draw_copies_and_options, 2166)
-    assert one is not None
     result = solve(ask(one.graph, one.budget_bytes, tolerance=TOLERANCE, time_limit_s=2))
     assert result.schedule is not None and result.message == ""
 

@@ -34,7 +34,7 @@ def test_margins_grow_until_a_schedule_fits_and_are_then_halved(wanted: int) -> 
     tried = []
     while search.learn(fits=bool(search.now) and search.now[0] >= wanted, more=doubled):
         tried.append(search.now[0])
-    assert search.fitted is not None and wanted <= search.fitted[0] <= wanted + 2
+    assert wanted <= search.fitted[0] <= wanted + 2
     first = next(size for size in tried if size >= wanted)
     assert tried[: tried.index(first) + 1] == [16 * 2**n for n in range(tried.index(first) + 1)]
 

@@ -79,7 +79,7 @@ def plan_of(graph: Graph, schedule: Schedule) -> Plan:
     found = simulate(graph, schedule)
     others = {pool.name: peak for pool, peak in zip(graph.pools[1:], found.pool_peaks_bytes[1:], strict=True)}
     fixed = {"bound_s": None, "solver": "hand", "seconds": 0.0, "pool_peaks_bytes": others}
-    return Plan(summarize(graph), schedule, found.peak_bytes, found.peak_bytes, found.time_s, **fixed)  # type: ignore[arg-type]
+    return Plan(summarize(graph), schedule, found.peak_bytes, found.peak_bytes, found.time_s, **fixed)
 
 
 ROUND_TRIP = "f1 >f1 f2 -f1 f3 f4 g4 -f3 -f4 <f1 g3 -f2 -g4 g2 -f1 -f1@host -g3 g1"

@@ -41,7 +41,7 @@ def chosen_on_cuda() -> Iterator[list[bool]]:
         return out, mean, scale, torch.empty(0, dtype=torch.uint8)
 
     def native_batch_norm(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return batch_norms.call_cudnn_batch_norm(*args)[:3]  # type: ignore[arg-type]
+        return batch_norms.call_cudnn_batch_norm(*args)[:3]
 
     with (
         register_python_kernels(aten.native_batch_norm.default, {DispatchKey.Autograd: native_batch_norm}),

@@ -113,7 +113,7 @@ def test_a_plan_stays_valid_when_another_model_is_imported() -> None:
     registered = set(transformers.utils.generic._registered_model_output_types)
 
     @dataclass
-    class Found(transformers.utils.ModelOutput):  # type: ignore[misc]
+    class Found(transformers.utils.ModelOutput):
         loss: torch.Tensor
 
     Found(loss=torch.ones(()))

@@ -189,7 +189,7 @@ def test_a_weight_may_be_assigned_its_own_memory(front_end: str) -> None:
     else:
         torch.compile(model, backend="planner", options={"budget": "100%"})(x).sum().backward()
     for parameter, gradient in zip(model.parameters(), wanted, strict=True):
-        assert parameter.grad is gradient is None or torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+        assert parameter.grad is gradient is None or torch.equal(parameter.grad, gradient)
 
 
 def test_only_tensors_are_parts() -> None:

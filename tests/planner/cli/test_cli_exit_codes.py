@@ -50,7 +50,7 @@ def ran(report: RunReport, plan_file: Path, capsys: Any, monkeypatch: Any, *opti
     from planner import measure
 
     module = types.ModuleType("planner.measure.run_plan")
-    module.run = lambda *_, **__: report  # type: ignore[attr-defined]
+    module.run = lambda *_, **__: report
     monkeypatch.setitem(sys.modules, "planner.measure.run_plan", module)
     monkeypatch.setattr(measure, "run_plan", module, raising=False)
     return call(capsys, "run", plan_file, "--model", "zoo:mlp,batch=2,layers=1,width=4,classes=3", *options)

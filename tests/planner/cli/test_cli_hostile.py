@@ -62,7 +62,7 @@ def test_terminal_control_sequences_are_escaped_in_all_output(tmp_path: Path, ca
     too_small = call(capsys, "solve", file, "--budget", "1B")
     refused(too_small, 3, SHOWN)
     twice = convert_to_dict(graph(NAME))
-    twice["ops"] = [{**op, "name": NAME} for op in twice["ops"]]  # type: ignore[attr-defined]
+    twice["ops"] = [{**op, "name": NAME} for op in twice["ops"]]
     (tmp_path / "twice.json").write_text(json.dumps(twice))
     refused(call(capsys, "info", tmp_path / "twice.json"), 1, f"op {NAME!r} appears twice")
     plan_file = tmp_path / f"{NAME}.json"

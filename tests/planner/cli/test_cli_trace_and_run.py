@@ -28,7 +28,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     import planner
 
     module = types.ModuleType("asked")
-    module.calls = []  # type: ignore[attr-defined]
+    module.calls = []
 
     def trace_workload(workload: Workload, settings: PlanSettings, on_progress: LineView) -> Graph:
         module.calls.append((len(workload), settings))
@@ -40,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         arena = {"arena_bytes": 1920, "outside_arena_bytes": 60} if options["arena"] else {}
         return run_report(identical=not differences, differences=differences, **arena)
 
-    module.trace_workload, module.run = trace_workload, run  # type: ignore[attr-defined]
+    module.trace_workload, module.run = trace_workload, run
     for name in ("tracing", "run_plan"):
         monkeypatch.setitem(sys.modules, f"planner.measure.{name}", module)
         monkeypatch.setattr(planner.measure, name, module, raising=False)

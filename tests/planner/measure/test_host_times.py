@@ -52,7 +52,7 @@ def test_a_plan_says_that_it_is_host_bound_and_keeps_it_in_its_file(tmp_path: Pa
     assert plan.schedule == plain.schedule and (plan.time_s, plan.bound_s) == (plain.time_s, plain.bound_s)
     assert plain.step_s is None and plain.host_bound == "" and "host-bound" not in str(plain)
     assert plan.step_s == simulate(slow, plan.schedule).step_s and plan.step_s > plan.time_s
-    assert plan.graph.step_s is not None and plan.overhead == plan.step_s / plan.graph.step_s - 1
+    assert plan.overhead == plan.step_s / plan.graph.step_s - 1
     for text in (str(plan), plan_text(plan), render_page(StepFacts.of(Timeline(slow, plan)))):
         assert "host-bound" in text and "cuda_graph=True" in text
     plan.save(tmp_path / "plan.json")
@@ -66,7 +66,7 @@ def test_a_plan_says_that_it_is_host_bound_and_keeps_it_in_its_file(tmp_path: Pa
 def test_a_host_that_is_ahead_of_the_kernels_is_not_the_limit() -> None:
     graph = make_training_chain(6)
     plan = solve(with_host_times(graph, min(op.time_s for op in graph.ops) / 1000), "100%")
-    assert plan.step_s is not None and plan.step_s >= plan.time_s and plan.host_bound == ""
+    assert plan.step_s >= plan.time_s and plan.host_bound == ""
 
 
 def test_a_graph_keeps_its_host_times_in_its_file(tmp_path: Path) -> None:

@@ -62,5 +62,5 @@ def test_budgets_of_a_bracket_are_between_its_ends() -> None:
 
 def test_the_largest_number_at_which_something_is_found() -> None:
     found = find_largest(lambda number: number if number <= 0.3 else None, 0.0, 1.0, halvings=10)
-    assert found is not None and 0.3 - 2**-10 <= found <= 0.3
+    assert 0.3 - 2**-10 <= found <= 0.3
     assert find_largest(lambda _: None, 0.0, 1.0, halvings=4) is None

@@ -125,7 +125,7 @@ def test_of_schedules_that_reserve_about_the_same_the_fastest_counts() -> None:
     known = Frontier(orders[1], 0.01, memory)
     known.learn_least(least)
     above = known.get_point(int(1.3 * least.found_bytes), None)  # by a schedule that was met on the way
-    assert above.time_s is not None and graph.time_s < above.time_s < simulate(graph, least.schedule).time_s
+    assert graph.time_s < above.time_s < simulate(graph, least.schedule).time_s
 
 
 def test_the_program_of_a_graph_is_searched_once_for_all_options_that_it_was_traced_with() -> None:
@@ -155,7 +155,7 @@ def test_budgets_that_only_another_order_has_a_schedule_for_are_solved_in_that_o
     place = known.choose_order(least.found_bytes)
     assert known.orders[place].original == other.original and known.choose_order(2 * least.found_bytes) == 0
     found = solve_in_order(known.orders[place], least.found_bytes, known.memory, WallClock(3.0))
-    assert found.bound_s is not None and found.bound_s > 1.01 * graph.time_s
+    assert found.bound_s > 1.01 * graph.time_s
     known.learn(found, place)
     assert known.get_point(least.found_bytes, None).bound_s == found.bound_s
 
@@ -194,7 +194,7 @@ def test_the_schedule_of_the_least_budget_is_the_start(memory: CountedMemory, mo
     monkeypatch.setattr("planner.memory.known_budgets._TIGHT", 10.0)  # the bound on reserved memory is far below the least budget
     monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: solve)
     plan = planner.solve(graph, least.found_bytes, memory=memory, work_limit=2.0, arena=False)
-    assert given[0].start is not None and given[0].start.schedule == least.schedule
+    assert given[0].start.schedule == least.schedule
     assert plan.time_s <= simulate(graph, least.schedule).time_s
 
 
@@ -204,7 +204,7 @@ def test_less_is_reserved_in_an_arena_and_each_command_says_how_much(memory: Cou
     least, without = (find_least_budget(graph, memory, arena=arena) for arena in (None, False))
     assert least.proved_bytes <= least.found_bytes < 0.9 * without.found_bytes
     plan = planner.solve(graph, least.found_bytes, memory=memory, work_limit=2.0)
-    assert plan.arena_bytes is not None and plan.reserved is not None and plan.reserved.device_bytes <= least.found_bytes
+    assert plan.arena_bytes is not None and plan.reserved.device_bytes <= least.found_bytes
     found = solve_curve(graph, 2, StudySettings(memory=memory, time_limit_s=1.0, total_time_limit_s=600.0))
     assert found.points[0].budget_bytes == least.found_bytes >= (found.points[0].reserved_bytes or 0)
     assert found.points[0].status in (*SOLVED, Status.FEASIBLE)

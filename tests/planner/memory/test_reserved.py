@@ -67,8 +67,8 @@ def test_plan_reserves_at_most_its_budget(share: int) -> None:
     graph = chain(size_bytes=11 * MIB + 512)  # of segments of 12 MiB
     plan = solve(graph, f"{share}%", work_limit=5.0)
     assert plan.reserved_bytes == reserved(graph, plan) <= plan.budget_bytes == 9 * 12 * MIB * share // 100
-    assert plan.bound_s is not None and plan.bound_s <= plan.time_s
-    assert plan.reserved is not None and plan.reserved.eager_bytes == 9 * 12 * MIB
+    assert plan.bound_s <= plan.time_s
+    assert plan.reserved.eager_bytes == 9 * 12 * MIB
 
 
 def test_a_tight_plan_is_solved_for_fewer_allocated_bytes() -> None:
@@ -79,8 +79,8 @@ def test_a_tight_plan_is_solved_for_fewer_allocated_bytes() -> None:
     assert allocated.peak_bytes == 36 * MIB and reserved(graph, allocated) == 40 * MIB == plan.reserved_bytes
     less = solve(graph, 39 * MIB, work_limit=5.0, arena=False)
     assert less.reserved_bytes == 20 * MIB and less.peak_bytes == 18 * MIB
-    assert less.time_s > plan.time_s >= less.bound_s  # type: ignore[operator]
-    assert less.settings["allocated_budget_bytes"] < 39 * MIB  # type: ignore[operator]
+    assert less.time_s > plan.time_s >= less.bound_s
+    assert less.settings["allocated_budget_bytes"] < 39 * MIB
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_less_in_memory_at_single_ops_is_faster_than_less_everywhere(monkeypatch
     monkeypatch.setattr(reserved_budget, "_LOCAL_SOLVES", 0)
     everywhere = solve(graph, "80%", work_limit=5.0, arena=False)
     assert plan.bound_s == everywhere.bound_s
-    assert plan.bound_s is not None and plan.bound_s <= plan.time_s < everywhere.time_s
+    assert plan.bound_s <= plan.time_s < everywhere.time_s
     assert reserved(graph, plan) <= plan.budget_bytes
     assert plan.settings["allocated_budget_bytes"] == plan.budget_bytes
     assert plan.peak_bytes <= usage_of(build_training(graph, plan.schedule)).allocated_bytes
@@ -111,7 +111,7 @@ def test_less_in_memory_at_single_ops_finds_plans_where_less_everywhere_finds_no
 def test_expandable_segments_are_another_kind_of_memory() -> None:
     graph = chain(size_bytes=11 * MIB)
     plan = solve(graph, "100%", memory="reserved-expandable")
-    assert plan.reserved is not None and plan.reserved.expandable
+    assert plan.reserved.expandable
     assert plan.reserved_bytes == usage_of(build_training(graph, plan.schedule), EXPANDABLE).reserved_bytes == 100 * MIB
 
 
@@ -149,7 +149,7 @@ def test_workspaces_of_libraries_count() -> None:
     assert predict_beside(h100, CountedMemory.RESERVED).library_bytes == 2 * 33 * MIB
     assert predict_beside(a100, CountedMemory.RESERVED).library_bytes == 2 * (2 * 4096 + 8 * 16 + 1024) * 1024
     plan = solve(graph, "100%", work_limit=2.0)
-    assert plan.reserved is not None and plan.reserved.library_bytes == 66 * MIB
+    assert plan.reserved.library_bytes == 66 * MIB
     assert plan.reserved_bytes == 9 * 12 * MIB + 66 * MIB
     with pytest.raises(InfeasibleError, match=r"69\.21 MB are workspaces that libraries keep"):
         solve(graph, 64 * MIB + 30 * MIB, work_limit=2.0)
@@ -162,7 +162,7 @@ def test_optimizer_memory_counts_as_reserved() -> None:
     without, counted = (usage_of(build_training(one, schedule)) for one in (graph, with_adam))
     assert counted.reserved_bytes == without.reserved_bytes + 60 * MIB
     plan = solve(with_adam, "100%", work_limit=2.0)
-    assert plan.reserved is not None and plan.reserved.optimizer_bytes == 60 * MIB
+    assert plan.reserved.optimizer_bytes == 60 * MIB
     assert "62.91 MB while it runs" in str(plan)
 
 
@@ -183,13 +183,13 @@ def test_plans_on_the_way_fit_the_budget() -> None:
     assert [one.time_s for one in seen] == sorted((one.time_s for one in seen), reverse=True)
     assert plan.time_s == seen[-1].time_s and {one.memory for one in seen} == {CountedMemory.RESERVED}
     least_device_bytes = least_capacity_bytes(build_training(graph, plan.schedule))
-    assert plan.peak_bytes <= least_device_bytes <= plan.reserved_bytes  # type: ignore[operator]
+    assert plan.peak_bytes <= least_device_bytes <= plan.reserved_bytes
 
 
 def test_a_solve_that_should_stop_returns_a_plan_that_fits() -> None:
     graph = chain(size_bytes=6 * MIB)
     plan = solve_graph(graph, Bytes(39 * MIB), PlanSettings(), should_stop=lambda: True)
-    assert plan.reserved_bytes is not None and plan.reserved_bytes <= 39 * MIB
+    assert plan.reserved_bytes <= 39 * MIB
 
 
 def test_a_solve_that_must_stop_does_so_without_a_plan() -> None:
@@ -231,7 +231,6 @@ def test_budget_of_the_whole_device_counts_the_context(memory: str) -> None:
     context_bytes, budget_bytes = 800 * 10**6, 800 * 10**6 + 7 * 12 * MIB
     plan = solve(graph, budget_bytes, memory=memory, work_limit=3.0)
     same = solve(graph, 7 * 12 * MIB, memory=memory.replace("device", "reserved"), work_limit=3.0)
-    assert plan.reserved is not None and same.reserved is not None
     assert (plan.reserved.context_bytes, same.reserved.context_bytes) == (context_bytes, 0)
     assert plan.reserved_bytes == plan.reserved.total_bytes + context_bytes <= budget_bytes == plan.budget_bytes
     assert (plan.schedule, plan.bound_s) == (same.schedule, same.bound_s)
@@ -257,7 +256,7 @@ def test_plans_with_transfers_fit_a_budget_of_reserved_memory() -> None:
     graph = chain(size_bytes=11 * MIB)
     plan = solve(graph, "60%", options=["offload"], link="100GB/s", host_budget="1GB", work_limit=3.0)
     assert plan.pool_peaks_bytes["host"] > 0
-    assert plan.reserved_bytes is not None and plan.reserved_bytes <= plan.budget_bytes == 9 * 12 * MIB * 60 // 100
+    assert plan.reserved_bytes <= plan.budget_bytes == 9 * 12 * MIB * 60 // 100
     assert plan.peak_bytes <= plan.reserved_bytes
 
 
@@ -283,7 +282,7 @@ def test_facts_and_advice_report_memory_of_eager_pytorch(device: str) -> None:
     texts = describe_graph(facts), str(advice)
     if device == "cpu":
         # Freed mappings raise the threshold: the second step takes all from the heap, which keeps what it had at most.
-        assert 9 * 11 * MIB < facts.eager_memory.resident_bytes < 10 * 11 * MIB  # type: ignore[operator]
+        assert 9 * 11 * MIB < facts.eager_memory.resident_bytes < 10 * 11 * MIB
         assert all("with glibc's allocator" in text for text in texts)
     else:
         assert facts.eager_memory == EagerMemory(9 * 12 * MIB, 100 * MIB, 9 * 12 * MIB, 800 * 10**6)
@@ -311,4 +310,4 @@ def test_a_first_solve_without_a_schedule_leaves_the_rest_of_the_clock_to_the_sa
     budget_bytes = round(0.8 * predict_eager_reserved_bytes(graph, CountedMemory.RESERVED))
     result = solve_counted(run, Request(graph, budget_bytes, clock=WorkClock(40.0)), CountedMemory.RESERVED).result
     assert asked[0].budget_bytes == asked[1].budget_bytes
-    assert result.schedule is not None and result.bound_s is not None and result.bound_s > graph.time_s
+    assert result.schedule is not None and result.bound_s > graph.time_s

@@ -129,7 +129,7 @@ class Cell:
 @pytest.fixture
 def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
     cell, display = Cell(), ModuleType("IPython.display")
-    display.display = cell.display  # type: ignore[attr-defined]
+    display.display = cell.display
     monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     return cell

@@ -65,18 +65,18 @@ def test_failures_of_torch_and_numpy_allocators_are_recognized() -> None:
     with pytest.raises(RuntimeError) as of_torch:
         torch.empty(2**58, dtype=torch.uint8)
     found = find_allocator_failure(of_torch.value)
-    assert found is not None and found.asked_bytes == 2**58
+    assert found.asked_bytes == 2**58
     with pytest.raises(MemoryError) as of_numpy:
         np.empty(2**58, dtype=np.uint8)
     found = find_allocator_failure(of_numpy.value)
-    assert found is not None and found.asked_bytes == 2**58
+    assert found.asked_bytes == 2**58
 
 
 def test_a_cause_is_found_and_a_context_is_none() -> None:
     wrapped = CopyError("a copy failed")
     wrapped.__cause__ = RuntimeError(CPU)
     found = find_allocator_failure(wrapped)
-    assert found is not None and found.asked_bytes == 4194304
+    assert found.asked_bytes == 4194304
     beside = CopyError("a copy failed")
     beside.__context__ = RuntimeError(CPU)
     assert find_allocator_failure(beside) is None

@@ -78,19 +78,8 @@ def mlp() -> Workload:
     return build("mlp", batch=8, layers=3, width=64, classes=10, dropout=0.1)
 
 
-def slab_of(executor: Executor) -> Slab:
-    assert executor.arena is not None
-    assert executor.arena.slab is not None
-    return executor.arena.slab
-
-
 def is_in(slab: Slab, tensor: torch.Tensor) -> bool:
     return 0 <= tensor.untyped_storage().data_ptr() - slab.address < slab.size_bytes
-
-
-def missed(executor: Executor) -> Missed:
-    assert executor.arena is not None
-    return executor.arena.missed
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -104,7 +93,7 @@ def test_bits_are_those_of_eager_pytorch(name: str, seed: int | None) -> None:
     eager = measure_outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
     for _ in range(2):
         assert not eager.list_differences(measure_outcome(executor, workload.model, workload.batch, seed=3))
-        assert missed(executor) == Missed()
+        assert executor.arena.missed == Missed()
 
 
 @pytest.mark.parametrize("seed", [0, *slow(None)])
@@ -114,12 +103,10 @@ def test_the_slab_is_all_that_a_step_takes(name: str, seed: int | None) -> None:
     usual = Executor(capture_of(name), executor.schedule, workload.model, workload.loss_fn)
     taken = peak_bytes(Isolated(usual, workload.model, workload.batch).run)
     outside = peak_bytes(Isolated(executor, workload.model, workload.batch).run)
-    assert executor.arena is not None
-    assert executor.arena.outside_bytes is not None
     assert 0 <= outside - executor.arena.outside_bytes <= TANGENT_BYTES
     assert outside < SMALL_BYTES
-    assert taken <= slab_of(executor).size_bytes + outside
-    assert slab_of(executor).size_bytes <= taken
+    assert taken <= executor.arena.slab.size_bytes + outside
+    assert executor.arena.slab.size_bytes <= taken
 
 
 def test_gradients_are_in_the_slab_and_results_are_not() -> None:
@@ -128,8 +115,8 @@ def test_gradients_are_in_the_slab_and_results_are_not() -> None:
     loss.backward()
     large = [g for g in gradients_of(workload.model).values() if g.untyped_storage().nbytes() >= LEAST_BYTES]
     assert large
-    assert all(is_in(slab_of(executor), gradient) for gradient in large)
-    assert not is_in(slab_of(executor), loss)
+    assert all(is_in(executor.arena.slab, gradient) for gradient in large)
+    assert not is_in(executor.arena.slab, loss)
 
 
 def test_tensors_held_by_the_caller_keep_their_values() -> None:
@@ -143,7 +130,7 @@ def test_tensors_held_by_the_caller_keep_their_values() -> None:
             values = {"loss": loss.detach(), **gradients_of(workload.model)}
             held.append((values, copy.deepcopy(values)))
             workload.model.zero_grad(set_to_none=True)
-    assert missed(executor).occupied_bytes > 0
+    assert executor.arena.missed.occupied_bytes > 0
     (line,) = lines
     assert "of a step are outside of its arena, where tensors of another step are: free gradients" in line
     assert all(torch.equal(values[name], copied[name]) for values, copied in held for name in values)
@@ -161,7 +148,7 @@ def test_two_forward_passes_before_a_backward_pass() -> None:
     assert all(torch.equal(wanted[name], gradient) for name, gradient in gradients_of(workload.model).items())
     workload.model.zero_grad()
     executor(*workload.batch).backward()
-    assert missed(executor) == Missed()
+    assert executor.arena.missed == Missed()
 
 
 def test_second_backward_pass_in_an_arena_is_exact() -> None:
@@ -201,7 +188,7 @@ def test_a_step_after_one_that_failed() -> None:
     executor.stop_observing(observer)
     gc.collect()
     assert not eager.list_differences(measure_outcome(executor, workload.model, workload.batch, seed=3))
-    assert missed(executor) == Missed()
+    assert executor.arena.missed == Missed()
 
 
 def test_accumulated_gradients_are_outside_the_arena() -> None:
@@ -212,11 +199,11 @@ def test_accumulated_gradients_are_outside_the_arena() -> None:
         executor(*workload.batch).backward()
         torch.manual_seed(seed)
         workload.loss_fn(eager(workload.batch[0]), workload.batch[1]).backward()
-    assert missed(executor) == Missed()
+    assert executor.arena.missed == Missed()
     wanted = gradients_of(eager)
     for name, gradient in gradients_of(workload.model).items():
         assert torch.equal(wanted[name], gradient)
-        assert not is_in(slab_of(executor), gradient)
+        assert not is_in(executor.arena.slab, gradient)
 
 
 def test_gradients_outlive_the_arena() -> None:
@@ -224,7 +211,7 @@ def test_gradients_outlive_the_arena() -> None:
     loss = executor(*workload.batch)
     loss.backward()
     copied = copy.deepcopy(gradients_of(workload.model))
-    alive = weakref.ref(slab_of(executor))
+    alive = weakref.ref(executor.arena.slab)
     del executor, loss
     gc.collect()
     assert alive() is None
@@ -248,7 +235,7 @@ def test_other_threads_have_the_usual_allocator() -> None:
 def test_a_step_with_other_requests_is_recorded_again() -> None:
     executor, workload = in_arena("unet")
     executor(*workload.batch).backward()
-    before = slab_of(executor)
+    before = executor.arena.slab
 
     def ask_for_more(op: int) -> None:
         torch.empty(3 * LEAST_BYTES)
@@ -256,13 +243,13 @@ def test_a_step_with_other_requests_is_recorded_again() -> None:
     executor.observe(Unseeing(), ask_for_more)
     workload.model.zero_grad()
     executor(*workload.batch).backward()
-    assert missed(executor).unmatched_bytes > 0
+    assert executor.arena.missed.unmatched_bytes > 0
     workload.model.zero_grad()
     executor(*workload.batch).backward()
     workload.model.zero_grad()
     executor(*workload.batch).backward()
-    assert slab_of(executor) is not before
-    assert missed(executor).unmatched_bytes == 0
+    assert executor.arena.slab is not before
+    assert executor.arena.missed.unmatched_bytes == 0
 
 
 def addresses(size_bytes: int) -> Addresses:
@@ -456,12 +443,11 @@ def test_backward_continues_in_the_slab_of_its_forward_pass() -> None:
 
     def replaced_between(*batch: object) -> object:
         returned = executor(*batch)
-        assert executor.arena is not None
         executor.arena.shared.drop()
         return returned
 
     assert not eager.list_differences(measure_outcome(replaced_between, workload.model, workload.batch, seed=3))
-    assert missed(executor) == Missed()
+    assert executor.arena.missed == Missed()
 
 
 @pytest.fixture
@@ -521,30 +507,28 @@ def test_steps_and_their_optimizer_take_the_larger_of_both(name: str, optimizer:
     steps = [(executor, workload, OPTIMIZERS[optimizer](workload.model)), (plain, usual, OPTIMIZERS[optimizer](usual.model))]
     trained, wanted = [train(*each, 3) for each in steps]
     assert all(map(torch.equal, (*trained, *workload.model.parameters()), (*wanted, *usual.model.parameters())))
-    outside, taken = [peak_bytes(lambda each=each: train(*each, 1)) for each in steps]  # type: ignore[misc]
-    assert executor.arena is not None
-    assert executor.arena.training_bytes is not None
-    assert 0 <= slab_of(executor).size_bytes + outside - executor.arena.training_bytes <= TANGENT_BYTES + SCALAR_BYTES
+    outside, taken = [peak_bytes(lambda each=each: train(*each, 1)) for each in steps]
+    assert 0 <= executor.arena.slab.size_bytes + outside - executor.arena.training_bytes <= TANGENT_BYTES + SCALAR_BYTES
     assert outside < SMALL_BYTES
-    assert slab_of(executor).size_bytes <= taken + ALIGNMENT
+    assert executor.arena.slab.size_bytes <= taken + ALIGNMENT
     assert executor.arena.missed == executor.arena.optimizer_missed == Missed()
-    assert not any(is_in(slab_of(executor), value) for state in steps[0][2].state.values() for value in state.values())
+    assert not any(is_in(executor.arena.slab, value) for state in steps[0][2].state.values() for value in state.values())
 
 
 def test_the_first_step_of_an_optimizer_takes_pages_of_the_slab() -> None:
     executor, workload = in_arena("vit")
     optimizer = OPTIMIZERS["adamw foreach"](workload.model)
     resident: list[int] = []
-    optimizer.register_step_post_hook(lambda *_: resident.append(resident_bytes(slab_of(executor))))
+    optimizer.register_step_post_hook(lambda *_: resident.append(resident_bytes(executor.arena.slab)))
     executor(*workload.batch).backward()
     taken = peak_bytes(optimizer.step)
     parameters = list(workload.model.parameters())
     gradients = sum(parameter.nbytes for parameter in parameters)
     in_use = gradients + 2 * mmap.PAGESIZE * len(parameters)
-    assert gradients <= resident[0] <= max(slab_of(executor).size_bytes - taken, in_use) < 0.8 * slab_of(executor).size_bytes
+    assert gradients <= resident[0] <= max(executor.arena.slab.size_bytes - taken, in_use) < 0.8 * executor.arena.slab.size_bytes
     workload.model.zero_grad()
     train(executor, workload, optimizer, 1)
-    assert resident[1] > 0.9 * slab_of(executor).size_bytes
+    assert resident[1] > 0.9 * executor.arena.slab.size_bytes
 
 
 def test_evaluation_between_steps_reuses_pages_of_the_slab() -> None:
@@ -553,13 +537,13 @@ def test_evaluation_between_steps_reuses_pages_of_the_slab() -> None:
     for _ in range(2):
         executor(*workload.batch).backward()
         workload.model.zero_grad()
-        before = resident_bytes(slab_of(executor))
+        before = resident_bytes(executor.arena.slab)
         with torch.no_grad():
             taken = peak_bytes(lambda: workload.model(workload.batch[0]))
-        assert resident_bytes(slab_of(executor)) <= slab_of(executor).size_bytes - taken < before
+        assert resident_bytes(executor.arena.slab) <= executor.arena.slab.size_bytes - taken < before
         assert not eager.list_differences(measure_outcome(executor, workload.model, workload.batch, seed=3))
         workload.model.zero_grad()
-    assert missed(executor) == Missed()
+    assert executor.arena.missed == Missed()
 
 
 def test_closures_are_served_with_the_step_inside() -> None:
@@ -575,14 +559,13 @@ def test_closures_are_served_with_the_step_inside() -> None:
     for _ in range(2):
         optimizer.step(closure)
     assert peak_bytes(lambda: optimizer.step(closure)) < SMALL_BYTES
-    assert executor.arena is not None
     assert executor.arena.missed == executor.arena.optimizer_missed == Missed()
 
 
 def test_accumulated_gradients_leave_the_slab_to_the_optimizer() -> None:
     executor, workload = in_arena("mlp", accumulate=True)
     usual = copy.deepcopy(workload)
-    steps = [(executor, workload), (lambda x, y: usual.loss_fn(usual.model(x), y), usual)]  # type: ignore[misc]
+    steps = [(executor, workload), (lambda x, y: usual.loss_fn(usual.model(x), y), usual)]
     for step, of in steps:
         optimizer = OPTIMIZERS["adamw foreach"](of.model)
         for _ in range(3):
@@ -590,9 +573,8 @@ def test_accumulated_gradients_leave_the_slab_to_the_optimizer() -> None:
             step(*workload.batch).backward()
             train(step, of, optimizer, 1)
     assert all(map(torch.equal, workload.model.parameters(), usual.model.parameters()))
-    assert executor.arena is not None
     assert executor.arena.optimizer_missed == Missed()
-    assert slab_of(executor).size_bytes < 1.1 * sum(parameter.nbytes for parameter in workload.model.parameters())
+    assert executor.arena.slab.size_bytes < 1.1 * sum(parameter.nbytes for parameter in workload.model.parameters())
 
 
 class Sometimes(SGD):
@@ -602,7 +584,7 @@ class Sometimes(SGD):
         super().__init__(model.parameters(), lr=0.1)
         self.steps, self.failing = 0, failing
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         self.steps += 1
         asked = torch.empty(3 * LEAST_BYTES * (2 if self.steps > 2 else 1))
         if self.steps in self.failing:
@@ -618,7 +600,6 @@ def test_an_optimizer_with_other_requests_is_recorded_again() -> None:
     missed_bytes = []
     for _ in range(5):
         train(executor, workload, optimizer, 1)
-        assert executor.arena is not None
         missed_bytes.append(executor.arena.optimizer_missed.unmatched_bytes)
     assert missed_bytes == [0, 0, 4 * 6 * LEAST_BYTES, 0, 0]
     assert peak_bytes(lambda: train(executor, workload, optimizer, 1)) < SMALL_BYTES
@@ -628,7 +609,7 @@ def test_an_optimizer_with_other_requests_is_recorded_again() -> None:
 def test_training_goes_on_after_a_step_of_an_optimizer_that_failed(failing: int) -> None:
     executor, workload = in_arena("mlp")
     usual = copy.deepcopy(workload)
-    for step, of in [(executor, workload), (lambda x, y: usual.loss_fn(usual.model(x), y), usual)]:  # type: ignore[misc]
+    for step, of in [(executor, workload), (lambda x, y: usual.loss_fn(usual.model(x), y), usual)]:
         optimizer = Sometimes(of.model, failing=[failing])
         train(step, of, optimizer, failing - 1)
         with pytest.raises(RuntimeError, match=f"in step {failing}"):
@@ -638,25 +619,23 @@ def test_training_goes_on_after_a_step_of_an_optimizer_that_failed(failing: int)
         train(step, of, optimizer, 5)
         assert held.all()
     assert all(map(torch.equal, workload.model.parameters(), usual.model.parameters()))
-    assert executor.arena is not None
     assert executor.arena.optimizer_missed == Missed()
-    assert slab_of(executor).size_bytes < 4 * 100 * LEAST_BYTES
+    assert executor.arena.slab.size_bytes < 4 * 100 * LEAST_BYTES
 
 
 def test_an_optimizer_that_is_always_interrupted_leaves_the_pages_of_the_slab() -> None:
     executor, workload = in_arena("mlp")
     optimizer = Wrapping(OPTIMIZERS["adamw foreach"](workload.model))
     train(executor, workload, optimizer, 4)
-    pages = resident_bytes(slab_of(executor))
+    pages = resident_bytes(executor.arena.slab)
     assert peak_bytes(lambda: train(executor, workload, optimizer, 1)) < SMALL_BYTES
-    assert resident_bytes(slab_of(executor)) == pages > 0.9 * slab_of(executor).size_bytes
+    assert resident_bytes(executor.arena.slab) == pages > 0.9 * executor.arena.slab.size_bytes
 
 
 def test_optimizers_without_temporaries_keep_the_addresses_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     executor, workload = in_arena("mlp")
-    assert executor.arena is not None
     alone_bytes = executor.arena.size_bytes
     monkeypatch.setattr(slab_addresses, "solve", lambda *_, **__: pytest.fail("addresses are planned again"))
     train(executor, workload, OPTIMIZERS["adamw fused"](workload.model), 3)
-    assert slab_of(executor).size_bytes == alone_bytes
+    assert executor.arena.slab.size_bytes == alone_bytes
     assert executor.arena.missed == executor.arena.optimizer_missed == Missed()

@@ -36,7 +36,7 @@ CUDA = torch.device("cuda:0")
 
 def launched(transfer: Transfer) -> Any:
     """The event behind a copy on a stream."""
-    assert isinstance(transfer, StreamTransfer) and transfer.launched is not None
+    assert isinstance(transfer, StreamTransfer)
     return transfer.launched.event
 
 
@@ -203,5 +203,5 @@ def test_offloaded_steps_on_a_gpu_are_exact(name: str) -> None:
         predicted = simulate(offered.graph, schedule)
         measured = measure_peak(captured, step, TrainingStep(workload.model, workload.loss_fn), workload.batch).peak_bytes
         assert_is_peak(measured, predicted.peak_bytes, offered.graph)
-        assert step.devices.host is not None and step.devices.host.peak_bytes == predicted.pool_peaks_bytes[1]
+        assert step.devices.host.peak_bytes == predicted.pool_peaks_bytes[1]
         assert_same(eager, train(workload, (offered, schedule)))

@@ -228,7 +228,7 @@ def test_plan_of_recorded_step_reports_its_reserved_memory(optimizer: str, *, co
         workload.model.zero_grad()
     torch.cuda.synchronize()
     found = step.plan.reserved
-    assert found is not None and found.pool_bytes > found.optimizer_bytes
+    assert found.pool_bytes > found.optimizer_bytes
     assert f"of it CUDA graphs {format_bytes(found.pool_bytes)} in a pool of their own" in str(step.plan)
     assert torch.cuda.max_memory_reserved() == found.total_bytes
     assert plan_from_dict(plan_to_dict(step.plan)).reserved == found
@@ -253,10 +253,10 @@ def planned_alone(budget: int | str, **settings: str) -> tuple[Plan, int]:
 @pytest.mark.slow
 def test_budget_counts_reserved_memory_by_default() -> None:
     everything, _ = planned_alone("1GB")
-    assert everything.memory is CountedMemory.RESERVED and everything.reserved is not None
+    assert everything.memory is CountedMemory.RESERVED
     budget_bytes = everything.reserved.total_bytes - everything.reserved.pool_bytes // 4
     found, reserved_bytes = planned_alone(budget_bytes)
-    assert found.reserved is not None and found.measured_peak_bytes is not None
+    assert found.measured_peak_bytes is not None
     assert len(found.schedule.computed) > found.graph.ops
     assert reserved_bytes == found.reserved.total_bytes <= found.budget_bytes == budget_bytes
     assert found.compute_needed_bytes(found.measured_peak_bytes) == found.reserved.total_bytes
@@ -266,7 +266,7 @@ def test_budget_counts_reserved_memory_by_default() -> None:
 @pytest.mark.slow
 def test_a_budget_of_allocated_bytes_is_for_static_memory_and_the_pool() -> None:
     plan, reserved_bytes = planned_alone("120MB", memory="allocated")
-    assert plan.memory is CountedMemory.ALLOCATED and plan.measured_peak_bytes is not None and plan.reserved is not None
+    assert plan.memory is CountedMemory.ALLOCATED
     assert plan.measured_peak_bytes <= plan.budget_bytes < reserved_bytes == plan.reserved.total_bytes
     assert plan.graph.static_bytes + plan.reserved.pool_bytes == plan.measured_peak_bytes
 
@@ -282,4 +282,4 @@ def test_infeasible_reserved_budget_reports_memory_outside_the_pool() -> None:
     with pytest.raises(InfeasibleError, match=r"over the budget of 75\.60 MB.*raise the budget to 109\.06 MB"):
         planner.compile(*workload, budget="75.6MB", cuda_graph=True, passes=1)
     plan = planner.compile(*workload, budget="109.06MB", cuda_graph=True, passes=1).plan
-    assert plan.reserved is not None and plan.reserved.total_bytes <= plan.budget_bytes
+    assert plan.reserved.total_bytes <= plan.budget_bytes

@@ -58,7 +58,6 @@ def in_arena(workload: Workload, seed: int, shared: SharedPool | None = None) ->
     captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
     executor = Executor(captured, random_schedule(captured.graph, seed), workload.model, workload.loss_fn)
     executor.use_arena(SharedPool(executor.device) if shared is None else shared)
-    assert isinstance(executor.arena, DeviceArena)
     return executor, executor.arena
 
 
@@ -196,7 +195,6 @@ def asking_once(executor: Executor, arena: DeviceArena, patch: pytest.MonkeyPatc
     patched: list[bool] = []
     patch.setattr(DeviceArena, "make_holes", asking)
     executor.use_arena(arena.shared)
-    assert isinstance(executor.arena, DeviceArena)
     return executor.arena, unexpected
 
 
@@ -252,7 +250,7 @@ def test_a_step_that_takes_further_large_segments_has_a_new_pool() -> None:
         monkeypatch.setattr("planner.runtime.executor.plan_arena", lambda *_: steering)
         executor.use_arena(arena.shared)
         monkeypatch.undo()
-        arena = executor.arena  # type: ignore[assignment]
+        arena = executor.arena
         assert_as_eager(step, executor, 3)
         assert arena.lost == arena.missed == 0 and arena.outside_bytes == steering.outside_bytes
         for parameter in step.model.parameters():
@@ -267,7 +265,7 @@ def test_compiled_step_reserves_at_most_the_planned_bytes(budget: str, arena: bo
         step = on_device(workload())
         planned = planner.compile(*step, budget=budget, arena=arena, compare_eager=False, passes=1, wait="0.5 work", swap="never")
         plan = planned.plan
-        assert plan.reserved_bytes is not None and plan.reserved_bytes <= plan.budget_bytes
+        assert plan.reserved_bytes <= plan.budget_bytes
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         for _ in range(3):
@@ -302,7 +300,7 @@ class Renewing(torch.optim.Optimizer):
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         with torch.no_grad():
             for parameter in self.param_groups[0]["params"]:
                 state = self.state[parameter]
@@ -326,7 +324,6 @@ def test_an_optimizer_has_its_temporaries_in_the_slab(kind: Callable[..., torch.
             *step, budget="90%", arena=True, optimizer=optimizer, compare_eager=False, wait="1 work", passes=1
         )
         plan, graph = planned.plan, planned.measured
-        assert graph is not None
         training = build_training(graph, keep_everything(graph))
         pool_bytes = plan.arena_bytes + plan.outside_arena_bytes
         served_bytes = compute_reserved_in_arena_bytes(training, pool_bytes, serves_optimizer=True)
@@ -360,7 +357,7 @@ def test_state_of_parameters_that_get_a_gradient_later_is_outside_of_the_slab() 
             train(step, optimizer, lambda *batch: get_loss(executor(*batch)), 3)  # noqa: B023
             assert executor.arena.missed == executor.arena.lost == 0 and not shared.has_state_of(optimizer)
             pools = [segment.pool for segment in cuda.memories[0].allocator if segment.pool != DEFAULT_POOL]
-            assert shared.pool is not None and set(pools) == {shared.pool.id}  # that of the smaller slab is gone
+            assert set(pools) == {shared.pool.id}  # that of the smaller slab is gone
         assert len(optimizer.state) == 2
 
 
@@ -382,7 +379,7 @@ def test_the_slab_is_given_back_for_a_plan_without_an_arena() -> None:
     with cuda_device() as cuda:
         step = on_device(workload())
         planned = planner.compile(*step, budget="100%", compare_eager=False, wait="1s", passes=1)
-        assert planned._improving is not None and planned.measured is not None
+        assert planned.measured is not None
         improvement = planned._improving.improvement
         plans = [planner.solve(planned.measured, "90%", arena=arena, work_limit=0.5) for arena in (None, False)]
         assert [plan.arena_bytes is not None for plan in plans] == [True, False]
@@ -402,7 +399,7 @@ def test_a_step_on_a_gpu_takes_its_large_memory_from_the_slab_alone() -> None:
     executor, arena = in_arena(step, 0)
     assert_as_eager(step, executor, 3)
     pool = arena.shared.pool
-    assert pool is not None and arena.missed == 0
+    assert arena.missed == 0
     segments = torch.cuda.memory_snapshot(pool.id)
     assert [segment["total_size"] for segment in segments if segment["segment_type"] == "large"] == [arena.size_bytes]
     assert arena.step_bytes == arena.steering.pool_bytes

@@ -10,7 +10,7 @@ import torch
 import planner.train.compile.compile as training
 from graphs.ir import Phase
 from graphs.options import remove_options
-from graphs.schedule import Compute, Schedule, keep_everything
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.kernels.worth import find_useless_ops
@@ -57,7 +57,6 @@ def predicted_bytes(capture: Capture, schedule: Schedule) -> int:
     """Of the peak; the gradient of the loss, which counts as there throughout, is not there yet in the forward pass."""
     found = simulate(capture.graph, schedule)
     peak = schedule.steps[found.peak_step]
-    assert isinstance(peak, Compute)
     forward = capture.graph.ops[peak.op].phase is Phase.FORWARD
     tangent = next(capture.graph.tensors[source.tensor] for source in capture.program.sources if source.is_tangent)
     return found.peak_bytes - (tangent.size_bytes if forward else 0)

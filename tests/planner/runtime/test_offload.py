@@ -115,7 +115,7 @@ def test_buffers_are_kept_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> 
     _, _, executor = copying_step("gpt2_sdpa", 1)
     workload = make("gpt2_sdpa")
     executor(*workload.batch).backward()
-    memory = executor.devices.host  # type: ignore[union-attr]
+    memory = executor.devices.host
     held = memory.allocated_bytes
     monkeypatch.setattr(HostMemory, "_allocate_new", None)  # nothing is allocated any more
     for _ in range(3):
@@ -139,7 +139,7 @@ def test_a_loss_that_is_dropped_leaves_nothing() -> None:
     _, _, step = copying_step("unet", 1)
     batch = make("unet").batch
     step(*batch)
-    memory = step.devices.host  # type: ignore[union-attr]
+    memory = step.devices.host
     held = memory.allocated_bytes
     for _ in range(5):
         loss = step(*batch)
@@ -158,13 +158,13 @@ def test_several_threads_may_step_one_plan() -> None:
     _, _, step = copying_step("tied", 3)
     batch = make("tied").batch
     assert_alike_in_threads(step, batch, rounds=20)
-    assert step.devices.host.used_bytes == 0  # type: ignore[union-attr]
+    assert step.devices.host.used_bytes == 0
 
 
 def test_threads_end_with_the_step() -> None:
     _, _, step = copying_step("tied", 3)
     step(*make("tied").batch).backward()
-    threads = [channel.worker.thread for channel in step.devices.channels.values()]  # type: ignore[attr-defined]
+    threads = [channel.worker.thread for channel in step.devices.channels.values()]
     assert all(thread.is_alive() for thread in threads)
     del step
     for thread in threads:

@@ -97,7 +97,7 @@ def test_a_thread_that_cannot_copy(name: str, when: str, monkeypatch: pytest.Mon
     del loss
     failing.fails_at = None
     assert_as_eager(step, workload)
-    assert step.devices.host.used_bytes == 0  # type: ignore[union-attr]
+    assert step.devices.host.used_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mutated"])
@@ -117,7 +117,7 @@ def test_host_out_of_memory_raises_and_restores_the_step(name: str, share: float
     ) as raised:
         step(*workload.batch)
     assert str(raised.value.__cause__).startswith("the host has no memory for a copy of")
-    assert same(before, state(step)) and step.devices.host.used_bytes == 0  # type: ignore[union-attr]
+    assert same(before, state(step)) and step.devices.host.used_bytes == 0
     failing.fails_at = None
     torch.set_rng_state(generator)
     assert_as_eager(step, workload)
@@ -130,7 +130,7 @@ def test_dead_copy_thread_raises_and_restores_the_step(stream: str, monkeypatch:
     train(step, workload)
     before = state(step)
     monkeypatch.setattr(transfers, "LOOK_S", 0.01)
-    channel = step.devices.channels[stream].worker  # type: ignore[attr-defined]
+    channel = step.devices.channels[stream].worker
     thread = channel.thread
 
     def dies(copies: Any) -> None:
@@ -146,7 +146,7 @@ def test_dead_copy_thread_raises_and_restores_the_step(stream: str, monkeypatch:
     channel.thread.join(_SLOW_S)
     assert not channel.thread.is_alive()
     assert_as_eager(step, workload)
-    assert step.devices.host.used_bytes == 0  # type: ignore[union-attr]
+    assert step.devices.host.used_bytes == 0
 
 
 def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_more_than_the_host_may_hold() -> None:
     _, _, step = copying_step("resnet18", 1)
     workload = make("resnet18")
     train(step, workload)
-    memory = step.devices.host  # type: ignore[union-attr]
+    memory = step.devices.host
     memory.capacity_bytes = memory.peak_bytes
     first = step(*workload.batch)
     before = state(step)

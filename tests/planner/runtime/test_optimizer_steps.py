@@ -39,14 +39,14 @@ class Server:
 class Failing(SGD):
     """Fails in each step."""
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         raise RuntimeError("in the step")
 
 
 class Derived(SGD):
     """Steps as its base class does."""
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         return super().step(closure)
 
 
@@ -89,7 +89,7 @@ def test_a_closure_that_is_called_again_interrupts_the_step(server: Server) -> N
         server.events.append("closure")
         return torch.ones(())
 
-    optimizer.step(closure)  # type: ignore[arg-type]
+    optimizer.step(closure)
     assert server.events[:4] == ["closure", "LBFGS", BROKEN, "closure"]
     assert set(server.events[4:]) == {"closure"}
 

@@ -127,7 +127,7 @@ def test_a_state_that_the_optimizer_makes_later_is_no_room() -> None:
     gradients, moments = sizes[Kind.ACCUMULATED_GRADIENT], sizes[Kind.OPTIMIZER_STATE]
     assert step.memory.missing_bytes() == gradients + moments > gradients > 0
     optimizer = torch.optim.AdamW(workload.model.parameters())
-    workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1]).backward()  # type: ignore[misc]
+    workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1]).backward()
     assert step.memory.missing_bytes() == moments
     optimizer.step()
     assert step.memory.missing_bytes() == 0

@@ -212,7 +212,7 @@ def test_threads_end_with_the_step_and_have_their_own_number_of_threads() -> Non
     counted.join()
     assert found == [2, 2, torch.get_num_threads()]
     threads = [worker.thread for worker in step.devices.workers.values()]
-    threads += [channel.worker.thread for channel in step.devices.channels.values()]  # type: ignore[attr-defined]
+    threads += [channel.worker.thread for channel in step.devices.channels.values()]
     assert len(threads) == 3
     del step
     gc.collect()

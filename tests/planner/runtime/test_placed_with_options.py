@@ -95,7 +95,7 @@ def test_inexact_placed_steps_stay_within_the_predicted_error() -> None:
         assert_within_its_bytes(executor, workload, captured)
         found = measure_outcome(executor, workload.model, workload.batch, seed=0, written=written)
         predicted = predict_gradient_error(offered.graph, schedule.computed)
-        assert predicted is not None and predicted > 0 and reference.compute_gradient_error(found) < 3 * predicted
+        assert predicted > 0 and reference.compute_gradient_error(found) < 3 * predicted
         loss, wanted = found.values["loss"], reference.values["loss"]
         assert loss is not None and wanted is not None and torch.allclose(loss, wanted)
 
@@ -133,7 +133,6 @@ def test_host_memory_stays_within_the_host_budget() -> None:
     limited = with_everything("mutated", host_bytes=most)
     executor = Executor(limited, schedule, workload.model, workload.loss_fn)
     memory = executor.devices.host
-    assert memory is not None
     for _ in range(3):
         executor(*workload.batch).backward()
         assert memory.peak_bytes == most >= memory.allocated_bytes
@@ -154,7 +153,7 @@ def test_host_memory_stays_within_the_host_budget() -> None:
 def test_several_threads_may_step_one_plan() -> None:
     _, _, step = step_with_everything("tied", 3)
     assert_alike_in_threads(step, make("tied").batch, rounds=5)
-    assert step.devices.host is not None and step.devices.host.used_bytes == 0
+    assert step.devices.host.used_bytes == 0
 
 
 @pytest.mark.parametrize("thread", ["device to host", "host to device"])

@@ -18,9 +18,7 @@ _LONG_S = 20.0
 
 
 def channel(name: str = "device_to_cpu:1") -> ThreadChannel:
-    opened = open_channel(name, CPU, CPU, DeviceMemory(CPU))
-    assert isinstance(opened, ThreadChannel)
-    return opened
+    return open_channel(name, CPU, CPU, DeviceMemory(CPU))
 
 
 def in_thread(run: Callable[[], Any]) -> Callable[[], Any]:

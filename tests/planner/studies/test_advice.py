@@ -56,10 +56,10 @@ def test_advice_brackets_the_least_and_prices_budgets_between(graph: Graph, advi
     assert len(budgets) == BETWEEN and budgets == sorted(budgets)
     assert advice.least.budget_bytes < budgets[0] and budgets[-1] < advice.eager_peak_bytes
     overheads = [price.overhead for price in (advice.least, *advice.between)]
-    assert None not in overheads and overheads == sorted(overheads, reverse=True)  # type: ignore[type-var]
+    assert None not in overheads and overheads == sorted(overheads, reverse=True)
     for price in advice.between:
         assert price.overhead == pytest.approx(planner.solve(graph, price.budget_bytes, tolerance=0.005).overhead, abs=0.02)
-        assert price.bound is not None and price.overhead is not None and price.bound <= price.overhead + 1e-9
+        assert price.bound <= price.overhead + 1e-9
 
 
 def test_advice_is_drawn(advice: Advice) -> None:
@@ -74,7 +74,6 @@ def test_an_option_never_costs_more_than_recomputation_alone(advice: Advice) -> 
     middle = advice.between[BETWEEN // 2]
     assert offload.name == "offload" and offload.ops and offload.exact
     assert offload.price.budget_bytes == middle.budget_bytes
-    assert offload.price.overhead is not None and middle.overhead is not None
     assert offload.price.overhead < middle.overhead
     assert offload.least_found_bytes <= advice.least.budget_bytes
 
@@ -111,7 +110,7 @@ def test_where_nothing_fits_a_smaller_batch_is_recommended(graph: Graph) -> None
 
 def test_without_a_device_a_cheap_budget_is_recommended(advice: Advice) -> None:
     recommended = advice.recommended
-    assert recommended.budget_bytes is not None and recommended.overhead is not None and recommended.overhead <= 0.1
+    assert recommended.budget_bytes is not None and recommended.overhead <= 0.1
 
 
 def test_the_text_has_every_budget_and_option(advice: Advice) -> None:
@@ -161,7 +160,7 @@ def test_advice_on_a_modelled_device_allocates_nothing() -> None:
         batch = torch.empty(shapes[1].shape), torch.empty(shapes[1].shape)
     advice = planner.advise(model, F.mse_loss, batch, roofline="l4", options=["offload"], time_limit_s=20, optimizer="adamw")
     assert advice.device == "l4 (modelled)"
-    assert advice.available_bytes is not None and 21 * 10**9 < advice.available_bytes < 24 * 10**9
+    assert 21 * 10**9 < advice.available_bytes < 24 * 10**9
     assert advice.graph.static_bytes > advice.available_bytes
     assert "a smaller batch" in advice.recommended.reason
 

@@ -75,9 +75,9 @@ def test_cuda_percentages_refer_to_and_are_met_in_counted_memory(memory: Counted
         if row.method == OPTIMUM or row.budget == "100%":
             assert row.time_s is not None
         if row.time_s is not None:
-            assert row.counted_bytes is not None and row.counted_bytes <= (row.budget_bytes or 0)
+            assert row.counted_bytes <= (row.budget_bytes or 0)
             assert row.time_s >= bound_s * (1 - 1e-9)
-            assert row.reserved_bytes is not None and row.peak_bytes is not None and row.reserved_bytes >= row.peak_bytes
+            assert row.reserved_bytes >= row.peak_bytes
     write_report(found, tmp_path)
     assert f"Budgets count {counted.said}." in (tmp_path / "table.md").read_text()
     other = CountedMemory.ALLOCATED if memory is None else CountedMemory.RESERVED_EXPANDABLE
@@ -133,7 +133,6 @@ def test_large_programs_get_the_time_that_they_need_or_leave_it_to_others() -> N
         clock, taken = WorkClock(total_s), []
         shares = Shares(tasks, clock, time_limit_s, jobs=1, needs=lambda task: needs[task.method])
         while (task := shares.take()) is not None:
-            assert task.time_limit_s is not None
             taken.append((task.method, task.time_limit_s))
             clock.spend(task.time_limit_s if needs[task.method] <= task.time_limit_s else 0.0)
         return taken
@@ -240,7 +239,6 @@ def test_cuda_comparison_has_a_table_of_reserved_memory(graph: Graph, rows: list
     by_method = {row.method: row for row in found}
     assert by_method["keep-everything"].reserved_bytes is None  # it does not fit
     row = by_method["windows"]
-    assert row.reserved_bytes is not None and row.budget_bytes is not None and row.peak_bytes is not None
     assert row.reserved_bytes >= row.peak_bytes
     table = format_tables(found)
     assert f"| {row.reserved_bytes / row.budget_bytes:.2f}** |" in table[table.index("## Reserved") :].replace("| **", "| ")

@@ -41,13 +41,13 @@ def judged(graph: Graph, found: Curve) -> None:
             simulation = simulate(graph, point.schedule)
             assert (simulation.time_s, simulation.peak_bytes) == (point.time_s, point.peak_bytes)
             assert simulation.peak_bytes <= point.budget_bytes
-            assert point.bound_s is not None and point.bound_s <= simulation.time_s * (1 + 1e-9)
+            assert point.bound_s <= simulation.time_s * (1 + 1e-9)
     for smaller, larger in zip(found.points, found.points[1:], strict=False):
         assert smaller.budget_bytes < larger.budget_bytes
         if smaller.time_s is not None:
-            assert larger.time_s is not None and larger.time_s <= smaller.time_s
+            assert larger.time_s <= smaller.time_s
         if smaller.bound_s is not None:
-            assert larger.bound_s is not None and larger.bound_s <= smaller.bound_s
+            assert larger.bound_s <= smaller.bound_s
 
 
 def test_a_curve_of_known_optima_runs_from_the_least_budget_to_the_peak() -> None:
@@ -55,7 +55,7 @@ def test_a_curve_of_known_optima_runs_from_the_least_budget_to_the_peak() -> Non
     found = solve_curve(graph, 5)
     judged(graph, found)
     assert found.complete
-    assert found.least is not None and found.least.exact
+    assert found.least.exact
     # 12 ops; with 3 kB 10 executions more, with 6 kB 1 more, from 7 kB on none.
     assert [point.budget_bytes for point in found.points] == [3000, 4000, 5000, 6000, 7000]
     assert [point.status for point in found.points] == [Status.OPTIMAL] * 5
@@ -101,7 +101,6 @@ def test_cuda_percentages_refer_to_and_are_met_in_counted_memory(memory: Counted
     assert [row.budget_bytes for row in found.rows] == [predict_eager_bytes(graph, memory) * share // 100 for share in (80, 100)]
     assert [row.budget_share for row in found.rows] == pytest.approx([0.8, 1.0])
     for point in found.points:
-        assert point.schedule is not None and point.bound_s is not None and point.time_s is not None
         assert predict_counted_bytes(graph, point.schedule, memory) <= point.budget_bytes
         assert point.bound_s <= point.time_s
         assert point.reserved_bytes == predict_reserved_at(graph, point.schedule, memory, point.budget_bytes)
@@ -121,7 +120,7 @@ def test_counted_memory_defaults_by_device() -> None:
 def test_the_grid_reaches_from_the_least_to_eager_pytorch_in_reserved_memory() -> None:
     graph = on_a_gpu()
     found = solve_curve(graph, 3, StudySettings(time_limit_s=2.0))
-    assert found.least is not None and found.least.proved_bytes <= found.least.found_bytes == found.points[0].budget_bytes
+    assert found.least.proved_bytes <= found.least.found_bytes == found.points[0].budget_bytes
     assert predict_counted_bytes(graph, found.least.schedule, CountedMemory.RESERVED) == found.least.found_bytes
     assert found.points[-1].budget_bytes == predict_eager_bytes(graph, CountedMemory.RESERVED) == 7 * 12 * 2**20
     assert all(point.schedule is not None for point in found.points)
@@ -155,10 +154,9 @@ def test_with_options_there_is_the_curve_without_beside() -> None:
     graph = draw_training_step(5, 30)
     options = build_option_settings(["offload"], link=10e9, host_budget=10**12)
     found = solve_curve(graph, 3, StudySettings(options=options, tolerance=0.02, time_limit_s=1.5))
-    assert found.options == ("offload",) and found.without is not None and found.without.without is None
+    assert found.options == ("offload",) and found.without.without is None
     judged(options.apply(graph), found)
     judged(graph, found.without)
-    assert found.least is not None and found.without.least is not None
     assert found.least.found_bytes < found.without.least.found_bytes
     assert found.without.least.proved_bytes > found.points[0].budget_bytes or found.without.points[0].schedule is None
     for without, point in zip(found.without.points, found.points, strict=True):
@@ -181,8 +179,8 @@ def test_curve_supports_schedules_faster_than_the_program() -> None:
     options = build_option_settings(["placement"])
     found = solve_curve(graph, ["80%", "100%"], StudySettings(options=options, time_limit_s=1.0))
     judged(options.apply(graph), found)
-    assert found.points[1].time_s is not None and found.points[1].time_s < graph.time_s
-    assert found.without is not None and found.without.points[1].time_s == graph.time_s
+    assert found.points[1].time_s < graph.time_s
+    assert found.without.points[1].time_s == graph.time_s
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, answers: Callable[[Graph, int], Result]) -> list[int]:
@@ -285,7 +283,7 @@ def test_every_budget_has_a_short_turn_before_one_has_a_long_one() -> None:
 def test_a_budget_that_settles_soon_leaves_its_time_to_the_others() -> None:
     plan, clock = turns((4, 5), 30.0)
     first = plan.take()
-    assert first is not None and first.budget_bytes == 5
+    assert first.budget_bytes == 5
     clock.spend(1.0)
     plan.learn(Result(make_training_chain(6), 5, Status.INFEASIBLE, None, None, "scripted", 1.0, message="too small"))
     assert plan.take() is None  # 4 is infeasible too

@@ -84,7 +84,7 @@ NAMES = ("b", "a")
 
 
 def carried_out(runs: Runs, folder: Path, *words: str, **changed: object) -> tuple[int, Study[str, Row]]:
-    study = replace(Study(Row, runs, order=order_by(case=NAMES), pages={"table.md": page}), **changed)  # type: ignore[arg-type]
+    study = replace(Study(Row, runs, order=order_by(case=NAMES), pages={"table.md": page}), **changed)
     arguments = build_parser("It runs.", Row, models=NAMES, out="results").parse_args(["--out", str(folder), *words])
     return carry_out(study, arguments, {(name,): name for name in arguments.models}), study
 

@@ -86,7 +86,6 @@ def test_max_batch_equals_brute_force(budget: int, max_overhead: float | None, l
         assert answer.at_limit == (expected == limit)
         assert (answer.complete, answer.undecided, answer.extrapolated) == (True, None, False)
         if answer.size is not None:
-            assert answer.result is not None and answer.result.schedule is not None and answer.overhead is not None
             simulation = simulate(chain(answer.size), answer.result.schedule)
             assert simulation.peak_bytes == answer.result.peak_bytes <= budget
             assert answer.overhead <= (max_overhead if max_overhead is not None else 10)
@@ -123,9 +122,8 @@ def test_max_batch_on_cuda_fits_reserved_memory() -> None:
     allocated = by_method(find_max_batch(large, replace(wanted, memory=CountedMemory.ALLOCATED)))
     for method, _ in METHODS:
         answer = reserved[method]
-        assert answer.size is not None and answer.result is not None and answer.result.schedule is not None
         needed = predict_reserved_at(large(answer.size), answer.result.schedule, CountedMemory.RESERVED, budget)
-        assert answer.reserved_bytes == needed and needed is not None and needed <= budget
+        assert answer.reserved_bytes == needed and needed <= budget
         assert answer.size <= (allocated[method].size or 0)
     kept = reserved["keep everything"].size
     larger = large(kept + 1)
@@ -169,7 +167,7 @@ def test_the_largest_number_is_found_from_anywhere(first: int, limit: int, low: 
 def test_few_graphs_are_traced() -> None:
     graph_of, traced = note_sizes()
     answers = by_method(find_max_batch(graph_of, Wanted(1_000_000, limit=10_000)))
-    assert answers["keep everything"].size is not None and answers["keep everything"].size > 500
+    assert answers["keep everything"].size > 500
     assert len(traced) == len(set(traced)) <= 8
 
 
@@ -267,11 +265,10 @@ def test_offload_fits_more_and_both_judges_agree() -> None:
             == by_method(find_max_batch(chain, replace(wanted, options=RECOMPUTATION)))["optimal"].size
         )
         assert (offloading.method, offloading.undecided) == ("with offload", None)
-        assert offloading.size is not None and offloading.size >= (without[-1].size or 0)
-        assert offloading.result is not None and offloading.result.schedule is not None
+        assert offloading.size >= (without[-1].size or 0)
         simulation = simulate(options.apply(chain(offloading.size)), offloading.result.schedule)
         assert simulation.peak_bytes == offloading.result.peak_bytes <= budget
-        assert offloading.overhead is not None and offloading.overhead <= (10 if overhead is None else overhead)
+        assert offloading.overhead <= (10 if overhead is None else overhead)
     assert offloading.size > (without[-1].size or 0)
 
 

@@ -84,9 +84,9 @@ def test_the_memory_budget_goes_wrong_with_dropout() -> None:
     assert whole.exactness is not Exactness.WRONG
     assert half.error is None
     assert half.exactness is Exactness.WRONG
-    assert half.gradient_error is not None and half.gradient_error > 0.1
+    assert half.gradient_error > 0.1
     # The forward pass is as it should be: nothing tells the user.
-    assert half.loss_error is not None and half.loss_error < 1e-6
+    assert half.loss_error < 1e-6
 
 
 def test_model_and_random_state_are_as_before() -> None:
@@ -108,10 +108,10 @@ def test_model_and_random_state_are_as_before() -> None:
 
 def test_wrong_gradients_are_reported() -> None:
     def prepare(model: nn.Module, loss_fn: object) -> object:
-        step = build_eager().prepare(model, loss_fn)  # type: ignore[arg-type]
+        step = build_eager().prepare(model, loss_fn)
         return lambda *batch: 1.01 * step(*batch)[0]
 
-    row = measure(gpt2(), Method("wrong", prepare))[0]  # type: ignore[arg-type]
+    row = measure(gpt2(), Method("wrong", prepare))[0]
     assert row.exactness is Exactness.WRONG
     assert row.gradient_error == pytest.approx(0.01, rel=1e-3)
     assert "loss" in row.differences
@@ -119,11 +119,11 @@ def test_wrong_gradients_are_reported() -> None:
 
 def test_compare_with_changes_the_reference_method() -> None:
     def doubled(model: nn.Module, loss_fn: object) -> object:
-        step = build_eager().prepare(model, loss_fn)  # type: ignore[arg-type]
+        step = build_eager().prepare(model, loss_fn)
         return lambda *batch: 2 * step(*batch)[0]
 
     benchmark = Benchmark(gpt2())
-    twice, again = (Method(name, doubled) for name in ("twice", "again"))  # type: ignore[arg-type]
+    twice, again = (Method(name, doubled) for name in ("twice", "again"))
     assert benchmark.enter(twice).exactness is Exactness.WRONG
     benchmark.compare_with("twice")
     assert benchmark.enter(again).exactness is Exactness.IDENTICAL
@@ -166,11 +166,11 @@ def test_differences_from_rounding_are_not_wrong() -> None:
 
             return run
 
-        return Method(f"off by {error}", prepare)  # type: ignore[arg-type]
+        return Method(f"off by {error}", prepare)
 
     found = measure(Workload(Steep(), None, (torch.ones(64),)), off_by(2e-7), off_by(1e-2))
     assert [row.exactness for row in found] == [Exactness.ROUNDED, Exactness.WRONG]
-    assert found[0].gradient_error is not None and found[0].gradient_error > 1e-3
+    assert found[0].gradient_error > 1e-3
 
 
 def test_blocks_are_numbered_modules() -> None:

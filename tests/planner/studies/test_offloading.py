@@ -107,7 +107,7 @@ def test_a_stash_of_five_stays_and_small_tensors_and_parameters_do_too() -> None
     channels = HostChannels(torch.device("cpu"))
     copies: list[int] = []
     back = channels.reload
-    channels.reload = lambda host: copies.append(len(host.bytes.room)) or back(host)  # type: ignore[assignment,func-returns-value]
+    channels.reload = lambda host: copies.append(len(host.bytes.room)) or back(host)
     loss = get_loss(offload_activations(channels).prepare(workload.model, workload.loss_fn)(*workload.batch))
     assert channels.memory.used_bytes == 9 * 4000  # the input, which the product saves, and eight exponentials
     loss.backward()

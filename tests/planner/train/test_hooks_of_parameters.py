@@ -50,7 +50,7 @@ def checkpointed(model: nn.Module, x: Tensor, y: Tensor) -> Step:
 
 
 def as_backend(model: nn.Module, x: Tensor, y: Tensor) -> Step:
-    return eager(torch.compile(model, backend="planner", options=QUICK), x, y)  # type: ignore[arg-type]
+    return eager(torch.compile(model, backend="planner", options=QUICK), x, y)
 
 
 def called_hooks(entry: Entry) -> list[tuple[str, str, bool]]:
@@ -152,9 +152,9 @@ def test_an_optimizer_in_the_backward_pass_trains_as_eager(entry: Entry) -> None
         optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters() if p.requires_grad}
 
         def update(parameter: Tensor) -> None:
-            parameter.grad.clamp_(-0.1, 0.1)  # type: ignore[union-attr]  # which fails without a gradient
-            optimizers[parameter].step()  # type: ignore[index]
-            optimizers[parameter].zero_grad()  # type: ignore[index]
+            parameter.grad.clamp_(-0.1, 0.1)  # which fails without a gradient
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
 
         for parameter in optimizers:
             parameter.register_post_accumulate_grad_hook(update)

@@ -130,7 +130,6 @@ def test_training_steps_agree_with_the_exact_solver(graph: Graph, share: float) 
     request = ask(graph, budget_at(graph, share), tolerance=TOLERANCE, time_limit_s=600.0)
     exact, reference = windows.solve(request), solve(request)
     assert (exact.status, reference.status) == (Status.OPTIMAL, Status.OPTIMAL)
-    assert exact.time_s is not None and exact.bound_s is not None and reference.time_s is not None
     # What is a bound over all schedules is one over the reference's, too.
     assert exact.bound_s <= reference.time_s * (1 + 1e-9)
     assert reference.time_s == pytest.approx(exact.time_s, rel=TOLERANCE)

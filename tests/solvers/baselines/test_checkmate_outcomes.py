@@ -77,7 +77,7 @@ def test_a_stop_ends_the_solve(after: int) -> None:
     graph = draw_training_step(14, 14)
     result = solve(ask(graph, budget_at(graph, 0.2), should_stop=should_stop, tolerance=0.0))
     assert result.status in (Status.LIMIT, Status.FEASIBLE)
-    assert result.bound_s is not None and result.bound_s >= graph.time_s
+    assert result.bound_s >= graph.time_s
 
 
 def test_progress_tells_bounds_that_hold() -> None:

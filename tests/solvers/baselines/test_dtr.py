@@ -163,7 +163,7 @@ class FromScratch(Heuristic):
             stack += new
         return found
 
-    def score(self, storages: np.ndarray, now_s: float) -> np.ndarray:  # type: ignore[type-arg]
+    def score(self, storages: np.ndarray, now_s: float) -> np.ndarray:
         known = self.storages
         scores = []
         for storage in storages.tolist():

@@ -50,7 +50,7 @@ def test_a_chain_takes_no_less_than_the_optimum_and_no_more_than_eviction(layers
     for budget in (*on_the_way(graph, 0.0, 0.3, 0.6), peak_bytes(graph)):
         found = get_solver("monet")(Request(graph, budget))
         best = solve(graph, budget, reorder=False)
-        assert found.status is Status.OPTIMAL and found.schedule is not None
+        assert found.status is Status.OPTIMAL
         simulation = simulate(graph, found.schedule)
         assert simulation.peak_bytes <= budget
         assert simulation.time_s >= best.time_s - 1e-9
@@ -87,7 +87,6 @@ def test_monet_chooses_implementations_by_memory_and_time() -> None:
     other = len(graph.ops) - 1
     tight = get_solver("monet")(Request(graph, peak_bytes(plain)))
     roomy = get_solver("monet")(Request(graph, peak_bytes(plain) + large))
-    assert tight.schedule is not None and roomy.schedule is not None
     assert other in tight.schedule.computed and first not in tight.schedule.computed
     assert other not in roomy.schedule.computed
     assert tight.status is roomy.status is Status.OPTIMAL

@@ -93,7 +93,6 @@ def test_deepspeed_keeps_the_largest_that_there_is_room_for(budget: int, time_s:
 def test_deepspeed_brings_back_early_where_memory_allows() -> None:
     graph = with_trips(make_training_chain(4))
     offer = offer_of(graph)
-    assert offer is not None
     plan = deepspeed_offload._OffloadPlan(offer, [0])
     # f1 is read by g2, two ops into the backward pass: asked for before g3, a second earlier, where 3 bytes are in use.
     tight, roomy = (plan.reload_early(budget_bytes=budget).computed for budget in (3, 4))
@@ -157,5 +156,5 @@ def test_parts_of_layers_may_stand_among_those_of_others() -> None:
     # f3, of layer 0, is made after layer 1 has ended, at whose end it would go.
     result = sac_and_offload.solve(ask(graph, 10))
     check_by_both_judges(graph, result)
-    for candidate in sac_and_offload._generate_trials(offer_of(graph)):  # type: ignore[arg-type]
+    for candidate in sac_and_offload._generate_trials(offer_of(graph)):
         simulate(graph, candidate.schedule)

@@ -89,7 +89,7 @@ def test_rounding_brackets_the_checkmate_optimum() -> None:
             if optimum.time_s is None:
                 assert result.status is Status.LIMIT
                 continue
-            assert result.bound_s is not None and result.bound_s <= optimum.time_s + 1e-6
+            assert result.bound_s <= optimum.time_s + 1e-6
             if result.time_s is not None:
                 assert result.time_s >= optimum.time_s - 1e-6
                 assert result.status is (Status.OPTIMAL if result.bound_s >= result.time_s / 1.001 else Status.FEASIBLE)
@@ -107,7 +107,7 @@ def test_rounding_brackets_the_checkmate_optimum() -> None:
 def test_training_steps_are_rounded_well(graph: Graph, share: float, most_over: float) -> None:
     result = solve(ask(graph, budget_at(graph, share)))
     assert result.schedule is not None
-    assert result.gap is not None and result.gap <= most_over
+    assert result.gap <= most_over
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_a_transformer_is_rounded_well() -> None:
     graph = transformer(TransformerSize(layers=2))
     result = solve(ask(graph, budget_at(graph, 0.5)))
     assert result.status is Status.FEASIBLE
-    assert result.gap is not None and result.gap < 0.1
+    assert result.gap < 0.1
 
 
 def test_a_smaller_part_of_the_budget_is_tried_only_if_nothing_fits() -> None:

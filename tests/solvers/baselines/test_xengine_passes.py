@@ -33,7 +33,7 @@ def step() -> Graph:
 def test_a_loss_that_is_made_elsewhere_comes_with_the_forward_pass(solver: str, budget: int) -> None:
     graph = on_devices(step(), OtherDevice("second", (1.0,) * 4, 4.0, 20))
     result = get_solver(solver)(Request(graph, budget, clock=WorkClock(0.5)))
-    assert result.schedule is not None and any(graph.ops[op].replaces for op in result.schedule.computed)
+    assert any(graph.ops[op].replaces for op in result.schedule.computed)
     forward, _ = split_into_passes(graph, result.schedule)
     loss = next(t.id for t in graph.tensors if t.producers and graph.ops[t.producers[0]].name == "loss")
     assert any(isinstance(s, Compute) and loss in graph.ops[s.op].outputs for s in forward)

@@ -106,11 +106,11 @@ def test_cached_costs_of_neighbourhoods_are_those_from_scratch(name: str, seed: 
         if (victim := ledger.choose_victim(program.now_s)) is not None and program.draw.random() < 0.7:
             ledger.note_evicted(victim)
         everything = np.array([s for s in program.kept if not ledger.gone[s]], dtype=np.int64)
-        cached = ledger.heuristic.compute_neighbourhood_s(everything)  # type: ignore[attr-defined]
+        cached = ledger.heuristic.compute_neighbourhood_s(everything)
         for side in ("costs", "upwards", "downwards"):
             if (costs := getattr(ledger.heuristic, side, None)) is not None:
                 costs.outdated[:] = True
-        assert np.array_equal(cached, ledger.heuristic.compute_neighbourhood_s(everything))  # type: ignore[attr-defined]
+        assert np.array_equal(cached, ledger.heuristic.compute_neighbourhood_s(everything))
 
 
 def victim_besides(ledger: Ledger, used: Collection[int], now_s: float = 0.0) -> int | None:
@@ -238,7 +238,7 @@ def test_memory_is_flat_over_a_thousand_steps() -> None:
         program.kept.clear()
         program.ops.clear()
         assert (len(ledger), len(ledger.ops)) == (0, 0)
-        most_labels = max(most_labels, len(ledger.heuristic.classes))  # type: ignore[attr-defined]
+        most_labels = max(most_labels, len(ledger.heuristic.classes))
         assert len(ledger.size_bytes) == 1024, step
     assert most_labels == 0
     assert len(ledger.parents) < 30  # ids of dropped storages are used again

@@ -67,14 +67,14 @@ def test_no_other_order_is_tried_where_none_lowers_the_peak() -> None:
     graph = make_training_chain(6)
     found, given = solved(graph, int(0.8 * keep_everything_peak_bytes(graph)))
     assert (found.result.status, found.order.changed) == (Status.OPTIMAL, False)
-    assert found.result.time_s is not None and found.result.time_s > graph.time_s
+    assert found.result.time_s > graph.time_s
     assert given == [graph]
 
 
 def test_no_other_order_is_tried_where_the_first_proof_leaves_nothing_to_gain() -> None:
     graph = wide_and_slow()
     found, given = solved(graph, 53_000)
-    assert found.result.time_s is not None and graph.time_s < found.result.time_s <= 1.001 * graph.time_s
+    assert graph.time_s < found.result.time_s <= 1.001 * graph.time_s
     assert given == [graph]
     exact, given = solved(graph, 53_000, tolerance=0.0)
     assert exact.result.time_s == graph.time_s and exact.order.changed
@@ -149,7 +149,7 @@ def test_the_order_of_the_start_is_tried_before_others() -> None:
     peak_bytes = max(keep_everything_peak_bytes(graph), keep_everything_peak_bytes(order.graph))
     found = solve_in_best_order(solve, Request(graph, peak_bytes, clock=WorkClock(100.0), start=start))
     assert [call.graph for call in calls] == [graph, order.graph]
-    assert calls[1].start is not None and calls[1].start.schedule == keep_everything(order.graph)
+    assert calls[1].start.schedule == keep_everything(order.graph)
     assert found.result.status is Status.OPTIMAL and found.order == order
 
 
@@ -247,7 +247,7 @@ def test_program_order_goes_on_if_neither_order_proves_its_schedule() -> None:
     found = solve_in_best_order(solve, Request(graph, budget_bytes, clock=WorkClock(100.0)))
     program, other, again = asked
     assert program.graph == again.graph == graph != other.graph
-    assert program.start is None and again.start is not None and again.start.schedule.computed
+    assert program.start is None and again.start.schedule.computed
     assert found.result.status is Status.OPTIMAL and not found.order.changed
 
 
@@ -270,7 +270,7 @@ def test_the_first_order_is_bounded_and_its_bound_stays_with_its_schedule() -> N
             return Result(request.graph, 53_000, Status.LIMIT, None, None, "windows", 1.0)
         return known.map_to(status=Status.FEASIBLE, bound_s=bound_s)
 
-    assert known.time_s is not None and 0.95 * known.time_s > graph.time_s
+    assert 0.95 * known.time_s > graph.time_s
     request = Request(graph, 53_000, Tolerance.of(1e-3), WorkClock(100.0), told.append)
     assert solve_in_best_order(solve, request).result.bound_s == 0.95 * known.time_s
     assert 5.0 < stopped[0] < 6.0
@@ -312,6 +312,6 @@ def test_a_solve_that_goes_on_with_little_time_loses_no_bound(more_s: float) -> 
 
     found = solve_in_best_order(solve, Request(graph, 53_000, Tolerance.of(1e-3), WorkClock(100.0)))
     assert [call.graph == graph for call in calls] == [True, False, True, False]
-    assert found.order == order and found.result.time_s is not None
+    assert found.order == order
     assert found.result.bound_s == 0.99 * found.result.time_s and found.result.status is Status.FEASIBLE
-    assert calls[-1].start is not None and calls[-1].start.windows == (2,)
+    assert calls[-1].start.windows == (2,)

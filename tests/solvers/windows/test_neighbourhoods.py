@@ -193,7 +193,7 @@ class Gaining(SteppedStrategy):
         for _ in range(self.count):
             self.search.clock.spend(1e-3)
             self.taken += 1
-            self.search.incumbent.best_s -= self.gain  # type: ignore[misc]
+            self.search.incumbent.best_s -= self.gain
             yield
 
 

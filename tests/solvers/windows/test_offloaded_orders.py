@@ -102,6 +102,6 @@ def test_the_exact_solver_has_a_schedule_at_the_least_budget() -> None:
     bracket = bracket_least_budget(graph, clock=WorkClock(4.0))
     assert bracket.proved_bytes <= bracket.found_bytes
     result = get_solver("windows")(ask(graph, bracket.found_bytes, time_limit_s=5))
-    assert result.schedule is not None and result.peak_bytes is not None and result.peak_bytes <= bracket.found_bytes
+    assert result.schedule is not None and result.peak_bytes <= bracket.found_bytes
     refused = get_solver("windows")(ask(graph, bound_least_budget(graph).budget_bytes - 1))
     assert refused.status is Status.INFEASIBLE

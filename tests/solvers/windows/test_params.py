@@ -102,8 +102,8 @@ def test_the_page_has_the_defaults(tmp_path: Path) -> None:
     (text,) = re.findall(r"```toml title=\"params.toml\"\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert read(text, tmp_path) == DEFAULTS
     given = {line.split(" = ")[0] for line in text.splitlines() if " = " in line and not line.startswith(" ")}
-    assert given == {name for group in DEFAULTS.export().values() for name in group}  # type: ignore[attr-defined]
+    assert given == {name for group in DEFAULTS.export().values() for name in group}
 
 
 def test_few_parameters_are_left_to_users() -> None:
-    assert sum(len(group) for group in DEFAULTS.export().values()) <= 20  # type: ignore[arg-type,misc]
+    assert sum(len(group) for group in DEFAULTS.export().values()) <= 20

@@ -121,7 +121,7 @@ def test_lossy_options_never_slow_down_the_schedule() -> None:
     for smaller, larger in ((faithful, lossy), (offloading(faithful), offloading(lossy))):
         found = solved(larger, budget, 0.4)
         assert time_of(found) <= time_of(solved(smaller, budget, 0.4)) * (1 + FLOATING)
-        assert found.schedule is not None and larger.allows(found.schedule.computed)
+        assert larger.allows(found.schedule.computed)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux alone")
@@ -160,7 +160,7 @@ def test_part_search_equals_a_solve_alone_and_keeps_its_bound_separate(monkeypat
     budget = peak_bytes(TRANSFORMER) // 2
     search, part = searched_beside(offloading(TRANSFORMER), TRANSFORMER, budget, monkeypatch)
     alone = solved(TRANSFORMER, budget, 2.0)
-    assert part.incumbent.best is not None and (part.incumbent.best.schedule, part.incumbent.bound_s) == (
+    assert (part.incumbent.best.schedule, part.incumbent.bound_s) == (
         alone.schedule,
         alone.bound_s,
     )
@@ -176,7 +176,6 @@ def test_that_nothing_fits_in_a_part_says_nothing_of_the_whole(monkeypatch: pyte
     assert part.incumbent.infeasible and not search.incumbent.infeasible
     assert solved(program, budget, 0.3).status is Status.INFEASIBLE
     result = solved(offloading(program), budget, 1.0)
-    assert result.time_s is not None and result.bound_s is not None
     assert result.bound_s <= result.time_s * (1 + FLOATING)
 
 

@@ -32,7 +32,6 @@ GRAPHS = {"offload": offloading(), **{f"alternatives {seed}": draw_options(seed,
 def test_the_first_schedule_is_that_of_the_start(graph: Graph) -> None:
     budget_bytes = budget_at(remove_options(graph), 0.4)
     solved = get_solver("windows")(Request(graph, budget_bytes, clock=WorkClock(2.0)))
-    assert solved.schedule is not None and solved.time_s is not None
     order = order_of_schedule(build_problem(graph, budget_bytes), solved.schedule)
     assert order is not None
     used = {op for op in solved.schedule.computed if graph.ops[op].optional}

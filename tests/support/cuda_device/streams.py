@@ -166,10 +166,10 @@ class Event:
     point: Point | None = field(default=None, init=False)
 
     def record(self, stream: Stream | None = None) -> None:
-        (torch.cuda.current_stream() if stream is None else stream).record_event(self)  # type: ignore[arg-type]
+        (torch.cuda.current_stream() if stream is None else stream).record_event(self)
 
     def wait(self, stream: Stream | None = None) -> None:
-        (torch.cuda.current_stream() if stream is None else stream).wait_event(self)  # type: ignore[arg-type]
+        (torch.cuda.current_stream() if stream is None else stream).wait_event(self)
 
     def synchronize(self) -> None:
         if self.point is not None:

@@ -48,7 +48,7 @@ class OnDevice(torch.Tensor):
             kwargs["copy"] = True
         return super().to(*args, **kwargs)
 
-    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+    def record_stream(self, stream: Stream) -> None:
         held = Ref.of(self).held
         if held is not None:
             held.used_by.add(stream)

@@ -110,7 +110,6 @@ def three_layers(layers: str = "001122") -> Graph:
 
 def check_by_both_judges(graph: Graph, result: Result) -> None:
     """The schedule runs by both, with the same peak and time, and is within its budget."""
-    assert result.schedule is not None
     simulation = simulate(graph, result.schedule)
     assert runs(graph, result.schedule.steps)
     verdict = judged(graph, result.schedule)

@@ -34,7 +34,7 @@ def graph_with_choices(draw: random.Random) -> Graph:
         stream = draw.choice((COMPUTE, SIDE))
         op = Op(len(ops), f"op{len(ops)}", "f", inputs, (*outputs, *made), float(draw.randint(0, 5)), stream=stream)
         owns = stream in (COMPUTE, owner)
-        op = replace(op, workspace_bytes=draw.choice((0, 3)) if owns else 0, recomputable=draw.random() < 0.9, **more)  # type: ignore[arg-type]
+        op = replace(op, workspace_bytes=draw.choice((0, 3)) if owns else 0, recomputable=draw.random() < 0.9, **more)
         ops.append(op)
         return op
 

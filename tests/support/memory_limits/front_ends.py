@@ -263,7 +263,7 @@ def lightning() -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return SGD(self.parameters())
 
-    data = DataLoader([batch(), batch(seed=2)], batch_size=None)  # type: ignore[arg-type]
+    data = DataLoader([batch(), batch(seed=2)], batch_size=None)
 
     def train(*callbacks: Any) -> tuple[nn.Module, list[dict[str, float]]]:
         with TemporaryDirectory() as folder:

@@ -146,7 +146,7 @@ def advised_budget() -> None:
         with limited(more * _MB):
             other(*given).backward()
     assert [budget is None for budget in advised] == [True, False, False, False]
-    assert advised[1:] == sorted(advised[1:])  # type: ignore[type-var]
+    assert advised[1:] == sorted(advised[1:])
 
 
 def torch_compile() -> None:
@@ -184,7 +184,7 @@ def torch_compile() -> None:
         losses.append(F.mse_loss(run(given[0]), given[1]))
         losses[-1].backward()
     assert torch.equal(*losses)
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 CHECKS: dict[str, Callable[[], None]] = {

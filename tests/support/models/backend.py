@@ -102,7 +102,7 @@ def through(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
 class Apart(Thirds):
     """The same stacks, called where nothing is captured: nothing says of one that others follow, even itself."""
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(recursive=False)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         early = through(self.first, x)
         return through(self.third, through(self.second, through(self.second, early))) + early
@@ -201,5 +201,5 @@ def trained_once(step: Callable[..., Any], x: torch.Tensor) -> None:
 
 def assert_same_state(model: nn.Module, twin: nn.Module) -> None:
     pairs = zip(model.named_parameters(), twin.parameters(), strict=True)
-    assert [name for (name, a), b in pairs if not torch.equal(a.grad, b.grad)] == []  # type: ignore[arg-type]
+    assert [name for (name, a), b in pairs if not torch.equal(a.grad, b.grad)] == []
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))

@@ -12,5 +12,5 @@ class Wrapping(Optimizer):
         super().__init__(inner.param_groups, {})
         self.inner = inner
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         self.inner.step()

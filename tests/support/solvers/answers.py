@@ -60,7 +60,6 @@ def check(graph: Graph, budget_bytes: int, optimum: float | None) -> Result:
         assert result.message
         return result
     assert result.status is Status.OPTIMAL
-    assert result.schedule is not None
     assert result.time_s is not None
     assert result.bound_s <= optimum * (1 + SLACK)
     simulation = simulate(graph, result.schedule)

@@ -56,6 +56,6 @@ def find_fastest(search: Search, start: Any, most: float = inf) -> tuple[float, 
 def _trace(came: object) -> Schedule:
     steps: list[Step] = []
     while came is not None:
-        came, some = came  # type: ignore[misc]
+        came, some = came
         steps = [*some, *steps]
     return Schedule(tuple(steps))

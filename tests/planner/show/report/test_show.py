@@ -168,7 +168,6 @@ def test_the_trace_has_the_address_of_each_buffer_on_cuda() -> None:
     shown = replace(graph(), provenance={"device": "h200"})
     timeline = Timeline(shown, plan(shown))
     addresses = compute_reserved_addresses(timeline)
-    assert addresses is not None
     events = json.loads(build_chrome_trace(timeline, compute_reserved_addresses(timeline)))["traceEvents"]
     begins = [event for event in events if event["ph"] == "b"]
     assert [event["args"]["address"] for event in begins] == [stay.address for stay in addresses.stays]

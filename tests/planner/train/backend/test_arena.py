@@ -11,7 +11,6 @@ from torch import nn
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
 from planner.measure.steps import Step, measure_outcome
-from planner.runtime.arena import Arena
 from planner.runtime.arena_allocator import Missed
 from planner.train.backend.planned_graph import PlannedGraph
 from tests.support.budgets import HALF_WAY
@@ -34,12 +33,7 @@ def in_arena(model: nn.Module, **options: object) -> Any:
 
 
 def step_of(workload: Workload, model: Any) -> Step:
-    return lambda *batch: workload.loss_fn(model(*batch[:-1]), batch[-1])  # type: ignore[misc]
-
-
-def arena_of(graph: PlannedGraph) -> Arena:
-    assert graph.arena is not None
-    return graph.arena
+    return lambda *batch: workload.loss_fn(model(*batch[:-1]), batch[-1])
 
 
 def taken_bytes(step: Step, model: nn.Module, batch: Any) -> int:
@@ -65,7 +59,7 @@ def test_trains_as_without_an_arena(name: str, kernels: str, graphs: list[Planne
         wanted = measure_outcome(eager, workload.model, workload.batch, seed=seed)
         assert not wanted.list_differences(measure_outcome(step, twin, workload.batch, seed=seed))
     (graph,) = graphs
-    arena = arena_of(graph)
+    arena = graph.arena
     assert arena.missed.unmatched_bytes == 0
     assert arena.outside_bytes is not None
     assert arena.step_bytes <= arena.budget_bytes
@@ -76,7 +70,7 @@ def test_all_but_results_is_in_the_slab(graphs: list[PlannedGraph]) -> None:
     step = step_of(workload, in_arena(workload.model, budget="90%"))
     for _ in range(2):  # without the profiler, beside which planning cannot measure workspaces
         step(*workload.batch).backward()
-    arena = arena_of(graphs[0])
+    arena = graphs[0].arena
     result_bytes = workload.model(*workload.batch[:-1]).untyped_storage().nbytes()
     loss_bytes = 3 * result_bytes  # what the loss, which is in no graph, takes and gives back
     assert taken_bytes(step, workload.model, workload.batch) <= arena.outside_bytes + loss_bytes + _LOSS_BYTES
@@ -95,7 +89,7 @@ def test_an_optimizer_takes_its_memory_from_the_slab(graphs: list[PlannedGraph])
     step(*workload.batch).backward()
     taken = peak_bytes(optimizer.step)
     assert taken < 0.1 * sum(parameter.nbytes for parameter in workload.model.parameters())
-    assert arena_of(graphs[0]).optimizer_missed == Missed()
+    assert graphs[0].arena.optimizer_missed == Missed()
 
 
 def test_sizes_share_a_slab(graphs: list[PlannedGraph]) -> None:
@@ -106,7 +100,7 @@ def test_sizes_share_a_slab(graphs: list[PlannedGraph]) -> None:
     for batch in (*batches, *batches, *batches):
         workload.model.zero_grad()
         step(*batch).backward()
-    small, large = map(arena_of, graphs)
+    small, large = (graph.arena for graph in graphs)
     assert small.slab is large.slab
     assert small.size_bytes < large.size_bytes == large.slab.size_bytes
 
@@ -143,7 +137,7 @@ def test_several_graphs_lie_beside_each_other(kernels: str, budget_bytes: int, g
         wanted = measure_outcome(eager, workload.model, workload.batch, seed=seed)
         assert not wanted.list_differences(measure_outcome(step, twin, workload.batch, seed=seed))
     assert len(graphs) == 3
-    (arena,) = {arena_of(graph) for graph in graphs}
+    (arena,) = {graph.arena for graph in graphs}
     assert arena.missed == Missed()
     assert arena.step_bytes <= arena.budget_bytes
     static_bytes = sum(tensor.nbytes for tensor in (*twin.parameters(), workload.batch[0]))
@@ -171,6 +165,6 @@ def test_steps_of_other_graphs_are_right_in_one_arena() -> None:
                 for loss in losses:
                     loss.backward()
         assert all(
-            (a.grad is b.grad is None) or torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+            (a.grad is b.grad is None) or torch.equal(a.grad, b.grad)
             for a, b in zip(model.parameters(), twin.parameters(), strict=True)
         )

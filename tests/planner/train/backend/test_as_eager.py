@@ -37,7 +37,7 @@ def checkpointed(model: nn.Module, x: Tensor) -> Step:
 
 
 def as_backend(model: nn.Module, x: Tensor) -> Step:
-    return eager(torch.compile(model, backend="planner", options=QUICK), x)  # type: ignore[arg-type]
+    return eager(torch.compile(model, backend="planner", options=QUICK), x)
 
 
 def assert_exact(model: nn.Module, x: Tensor, entry: Entry) -> None:

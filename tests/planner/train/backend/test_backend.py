@@ -65,7 +65,7 @@ def test_ops_that_compilers_take_apart_are_eagers() -> None:
     for run, of in ((model, model), (compiled(twin, budget="100%"), twin)):
         run(x).square().sum().backward()
         assert of.convolution.weight.grad is not None
-    assert torch.equal(model.convolution.weight.grad, twin.convolution.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(model.convolution.weight.grad, twin.convolution.weight.grad)
     assert torch.equal(model(x), twin(x))
 
 
@@ -77,7 +77,7 @@ def test_a_cell_runs_as_in_eager_pytorch() -> None:
     for output in outputs:
         output.square().sum().backward()
     assert torch.equal(*outputs)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_other_backends_still_decompose_ops() -> None:

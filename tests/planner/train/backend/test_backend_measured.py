@@ -137,9 +137,9 @@ def test_a_graph_fits_a_budget_at_which_no_rule_of_eviction_fits() -> None:
     roomy = add_rest(graph, (), 0)
     budget_bytes = find_least_budget(roomy, reorders=False).found_bytes
     by_rules = find_least_evicting_schedule(roomy, WallClock(5.0))
-    assert by_rules is not None and simulate(roomy, by_rules).peak_bytes > budget_bytes
+    assert simulate(roomy, by_rules).peak_bytes > budget_bytes
     lean = find_lean_schedule(graph, (), budget_bytes, time_limit_s=5.0)
-    assert lean is not None and simulate(graph, lean).peak_bytes <= budget_bytes
+    assert simulate(graph, lean).peak_bytes <= budget_bytes
     assert find_lean_schedule(graph, (), budget_bytes - 1, time_limit_s=5.0) is None
 
 

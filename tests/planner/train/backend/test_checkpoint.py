@@ -170,7 +170,7 @@ def test_checkpointed_submodule_trains_inside_a_planned_model(solves: list[int])
     assert_trains_as_eager(planner.checkpoint(whole, budget="2MB", **QUICK))
     assert solves == [2 * 10**6]
     step = planner.compile(model, F.cross_entropy, (torch.randn(4, 8), torch.randint(3, (4,))), budget="3MB", passes=1)
-    assert step.plan.eager is not None and step.plan.eager.identical
+    assert step.plan.eager.identical
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -57,7 +57,7 @@ def test_graphs_that_share_a_budget_write_over_inputs_too(graphs: list[PlannedGr
         for run, of in ((model, model), (step, twin)):
             of.zero_grad()
             run(*batch).sum().backward()
-        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
     assert len(graphs) == 3 and all(op.overwrites for graph in graphs for op in graph.captured.graph.ops if op.name == "gelu")
 
 
@@ -80,5 +80,5 @@ def test_retain_graph_raises_if_the_plan_overwrites_saved_tensors(graphs: list[P
         once.backward(retain_graph=True)
     wanted = [2 * p.grad for p in model.parameters() if p.grad is not None]
     once.backward()
-    assert all(torch.equal(g, p.grad) for g, p in zip(wanted, model.parameters(), strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(g, p.grad) for g, p in zip(wanted, model.parameters(), strict=True))
     twice.backward()

@@ -150,5 +150,5 @@ def test_results_of_inductor_kernels_are_offloaded_exactly(
         torch.manual_seed(1)
         trained_once(step, x)
         gradients.append([p.grad for p in twin.parameters()])
-    assert all(torch.equal(a, b) for others in gradients[1:] for a, b in zip(gradients[0], others, strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for others in gradients[1:] for a, b in zip(gradients[0], others, strict=True))
     assert channels.memory.used_bytes == 0

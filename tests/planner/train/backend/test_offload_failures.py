@@ -42,9 +42,9 @@ def test_a_backward_pass_may_come_twice(graphs: list[PlannedGraph], opened: list
     out.backward(retain_graph=True)
     (graph,), (channels,) = graphs, opened
     assert channels.memory.used_bytes == graph.on_host[1] > 0
-    first = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    first = [p.grad.clone() for p in model.parameters()]
     out.backward()
-    assert all(torch.equal(2 * g, p.grad) for g, p in zip(first, model.parameters(), strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(2 * g, p.grad) for g, p in zip(first, model.parameters(), strict=True))
     assert channels.memory.used_bytes == 0
 
 

@@ -42,7 +42,7 @@ def trained(step: object, model: nn.Module, workload: Workload, *, steps: int = 
     for seed in range(steps):
         torch.manual_seed(seed)
         optimizer.zero_grad()
-        loss = step(*workload.batch)  # type: ignore[operator]
+        loss = step(*workload.batch)
         loss.backward()
         losses.append(loss.detach())
         optimizer.step()
@@ -51,7 +51,7 @@ def trained(step: object, model: nn.Module, workload: Workload, *, steps: int = 
 
 def compiled(name: str, budget: str = "70%", **how: object) -> tuple[PlannedStep, Workload]:
     workload = make(name)
-    step = planner.compile(*workload, budget=budget, passes=1, arena=True, wait="5%", **how)  # type: ignore[arg-type]
+    step = planner.compile(*workload, budget=budget, passes=1, arena=True, wait="5%", **how)
     return step, workload
 
 
@@ -62,7 +62,7 @@ def test_trains_as_without_an_arena(kernels: str) -> None:
     step, workload = compiled("gpt2_sdpa", kernels=kernels)
     other = copy.deepcopy(workload)
     if kernels == "eager":
-        wanted = trained(lambda x, y: other.loss_fn(other.model(x), y), other.model, workload)  # type: ignore[misc]
+        wanted = trained(lambda x, y: other.loss_fn(other.model(x), y), other.model, workload)
     else:
         plain = planner.compile(*other, budget="100%", passes=1, wait="5%", kernels=kernels, compare_eager=False)
         wanted = trained(plain, other.model, workload)
@@ -81,7 +81,7 @@ def test_a_plan_predicts_what_its_step_asks_for(name: str, monkeypatch: pytest.M
 
     def note(step: RecordedStep, *given: object, **how: object) -> SlabAddresses:
         planned.append(step)
-        return plan_slab_addresses(step, *given, **how)  # type: ignore[arg-type]
+        return plan_slab_addresses(step, *given, **how)
 
     monkeypatch.setattr(arena, "plan_slab_addresses", note)
     step, workload = compiled(name, "75%", compare_eager=False)
@@ -110,12 +110,6 @@ def taken_bytes(step: PlannedStep, workload: Workload, batch: Batch) -> int:
     return peak_bytes(lambda: step(*batch).backward())
 
 
-def slab_of(step: PlannedStep) -> Slab:
-    assert isinstance(step.debug, Executor)
-    assert step.debug.arena.slab is not None
-    return step.debug.arena.slab
-
-
 def tokens(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(length)
     return torch.randint(61, (rows, length)), torch.randint(61, (rows, length))
@@ -129,7 +123,7 @@ def test_arena_and_optimizer_take_no_more_memory_than_eager() -> None:
     optimizers = [torch.optim.AdamW(each.parameters(), foreach=True) for each in (workload.model, other.model)]
 
     def train(step: object, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        step(*workload.batch).backward()  # type: ignore[operator]
+        step(*workload.batch).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -137,11 +131,11 @@ def test_arena_and_optimizer_take_no_more_memory_than_eager() -> None:
         for _ in range(2):
             train(step, workload.model, optimizers[0])
     for _ in range(2):
-        train(lambda x, y: other.loss_fn(other.model(x), y), other.model, optimizers[1])  # type: ignore[misc]
+        train(lambda x, y: other.loss_fn(other.model(x), y), other.model, optimizers[1])
     outside = peak_bytes(lambda: train(step, workload.model, optimizers[0]))
-    usual = peak_bytes(lambda: train(lambda x, y: other.loss_fn(other.model(x), y), other.model, optimizers[1]))  # type: ignore[misc]
-    assert slab_of(step).size_bytes + outside <= 1.01 * usual
-    assert step.plan.arena_bytes < 0.6 * slab_of(step).size_bytes
+    usual = peak_bytes(lambda: train(lambda x, y: other.loss_fn(other.model(x), y), other.model, optimizers[1]))
+    assert step.debug.arena.slab.size_bytes + outside <= 1.01 * usual
+    assert step.plan.arena_bytes < 0.6 * step.debug.arena.slab.size_bytes
     (line,) = lines
     assert line.endswith("more than the budget while it steps, with the gradients: with fused=True it takes less")
 
@@ -153,7 +147,7 @@ def test_plans_for_several_sizes_share_a_slab(how: dict[str, bool]) -> None:
     torch.manual_seed(0)
     workload = build("gpt2", layers=1, width=32, heads=2, vocab=61, seq=64, batch=4)
     options = {"passes": 1, "arena": True, "wait": "5%", **how}
-    step = planner.compile(*workload[:2], tokens(4, 48), budget="90%", **options)  # type: ignore[arg-type]
+    step = planner.compile(*workload[:2], tokens(4, 48), budget="90%", **options)
     slabs: list[weakref.ref[Slab]] = []
     for length in (48, 33, 52, 48, 33, 52):
         batch = tokens(4, length)
@@ -163,8 +157,8 @@ def test_plans_for_several_sizes_share_a_slab(how: dict[str, bool]) -> None:
         assert not eager.list_differences(measure_outcome(step, workload.model, batch, seed=1))
         plan = step.plan
         assert taken_bytes(step, workload, batch) <= plan.outside_arena_bytes + TANGENT_BYTES
-        last = step._shown if isinstance(step, DynamicStep) else step._kept[0]  # type: ignore[attr-defined]
-        slabs.append(weakref.ref(slab_of(last)))
+        last = step._shown if isinstance(step, DynamicStep) else step._kept[0]
+        slabs.append(weakref.ref(last.debug.arena.slab))
         assert plan.measured_peak_bytes <= plan.budget_bytes
         workload.model.zero_grad()
         assert sum(found is not None for found in {found() for found in slabs}) == 1

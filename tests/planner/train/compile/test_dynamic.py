@@ -53,7 +53,7 @@ def check(step: DynamicStep, workload: Workload, batch: Tokens) -> None:
         == ()
     )
     assert step.plans[-1] == step.plan
-    assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
+    assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
     tangent = 4
     again = measure_memory(step, batch, static_bytes=step.plan.graph.static_bytes - tangent, device=torch.device("cpu"))
     assert again.peak_bytes <= step.plan.budget_bytes

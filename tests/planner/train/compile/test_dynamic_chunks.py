@@ -39,7 +39,7 @@ def test_a_loss_head_is_in_chunks_at_each_size(*, exact: bool) -> None:
         given = batch(rows)
         found = measure_outcome(step, model, given, seed=1)
         wanted = measure_outcome(TrainingStep(model, loss_fn), model, given, seed=1)
-        assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
+        assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
         if exact:
             assert (wanted.list_differences(found), step.plan.differs, step.plan.settings["exact"]) == ((), (), [])
             continue

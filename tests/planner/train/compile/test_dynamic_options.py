@@ -36,7 +36,7 @@ def test_an_option_goes_with_each_size(option: str) -> None:
         found = measure_outcome(step, model, batch, seed=1)
         wanted = measure_outcome(TrainingStep(model, F.cross_entropy), model, batch, seed=1)
         assert step.plan.settings["options"] == [option]
-        assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= budget
+        assert step.plan.measured_peak_bytes <= budget
         for name in wanted.list_differences(found):
             relative = wanted.compute_difference(name, found).relative
             assert step.plan.differs and relative is not None and relative < 2e-6, name

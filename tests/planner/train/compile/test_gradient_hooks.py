@@ -51,7 +51,6 @@ class Hooked(nn.Module):
         self.last = gradient
 
     def normalize(self, gradient: torch.Tensor) -> torch.Tensor:
-        assert self.last is not None
         SEEN.append(self.last.sum())
         return gradient * self.scale / max(1e-3, float(gradient.norm()))
 

@@ -29,9 +29,7 @@ from planner.plans.search import StepSearch
 from planner.plans.solve import judge_on, solve, solve_graph
 from planner.progress import Progress, Stage, Stages
 from planner.progress.stages import StageReport
-from planner.runtime.arena import Arena
 from planner.runtime.arena_allocator import Missed
-from planner.runtime.executor import Executor
 from planner.settings.budget import Budget, Bytes
 from planner.settings.option_settings import apply_recorded_options
 from planner.settings.plan import PlanSettings, Wait
@@ -111,7 +109,6 @@ def worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
         plan = solve_graph(graph, budget, replace(search.settings, work_limit=2.0))
         offered = apply_recorded_options(graph, plan.settings)
         schedule = find_least_evicting_schedule(offered.out_of_place(), WorkClock(1.0))
-        assert schedule is not None
         found = simulate(offered, schedule)
         return replace(plan, schedule=schedule, time_s=found.time_s, peak_bytes=found.peak_bytes, bound_s=None)
 
@@ -200,17 +197,17 @@ def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypat
     model, batch = model_and_batch()
     step = planned(model, batch, wait=Wait(gap=0.01, seconds=60.0))
     first = step.plan
-    assert first.gap is not None and first.gap <= 0.01 and "for the costs measured alone" in str(first)
+    assert first.gap <= 0.01 and "for the costs measured alone" in str(first)
     for seed in range(5):
         assert_trains_as_eager(step, model, batch, seed)
         assert proof(step.plan) == proof(first)
     job = Scripted.jobs[-1]
     assert job.graph.provenance["times"] == "measured in training steps"
-    assert job.start is not None and job.start.schedule == first.schedule
-    assert job.start.windows == tuple(first.settings["windows"])  # type: ignore[arg-type]
+    assert job.start.schedule == first.schedule
+    assert job.start.windows == tuple(first.settings["windows"])
 
     found = solve_graph(job.graph, job.budget, replace(job.settings, work_limit=50.0), start=job.start)
-    assert found.status == "optimal" and found.bound_s is not None
+    assert found.status == "optimal"
     Scripted.news = [replace(found, bound_s=job.graph.time_s)]  # on the way, little is proved
     assert_trains_as_eager(step, model, batch, 6)
     assert proof(step.plan) == proof(first)
@@ -277,7 +274,7 @@ def test_a_short_run_of_short_steps_has_a_proof_for_its_own_times(monkeypatch: p
         assert_trains_as_eager(step, model, batch, seed)
     assert Scripted.jobs == []
     assert step.plan.graph.provenance["times"] == "measured in training steps"
-    assert step.plan.status == "optimal" and step.plan.gap is not None and step.plan.gap <= 0.001
+    assert step.plan.status == "optimal" and step.plan.gap <= 0.001
     assert step.measured is not None and check_plan(apply_recorded_options(step.measured, step.plan.settings), step.plan)
 
 
@@ -335,7 +332,7 @@ def test_only_a_plan_found_in_a_moment_is_solved_again_here(
     monkeypatch.setattr(improvement, "solve_here", solve)
     model, batch = model_and_batch()
     step = planned(model, batch)
-    assert step.plan.gap is not None and step.plan.gap > 0
+    assert step.plan.gap > 0
     for seed in range(4):
         assert_trains_as_eager(step, model, batch, seed)
     assert limits == ([improvement._START_S] if here else [])
@@ -383,13 +380,11 @@ def test_a_better_plan_runs_in_the_slab_that_is_there(monkeypatch: pytest.Monkey
     first, slabs = step.plan, []
     for seed in range(6):
         assert_trains_as_eager(step, model, batch, seed)
-        assert isinstance(step.debug, Executor) and isinstance(step.debug.arena, Arena)
         slabs.append(step.debug.arena.slab)
         assert step.debug.arena.missed == Missed()
     assert slabs[0] is not None and all(slab is slabs[0] for slab in slabs)  # of the second plan, found before the first step
     plan = step.plan
     assert len(step.history) > 1
-    assert first.arena_bytes is not None and plan.arena_bytes is not None and plan.outside_arena_bytes is not None
     assert plan.arena_bytes > first.arena_bytes  # the first plan needs the least memory
     assert plan.measured_peak_bytes == plan.graph.static_bytes + plan.arena_bytes + plan.outside_arena_bytes
     assert plan.measured_peak_bytes <= plan.budget_bytes
@@ -411,7 +406,7 @@ def test_the_better_plan_is_kept_in_the_cache(monkeypatch: pytest.MonkeyPatch, t
     kept.append(read_plan(path).schedule)
     assert kept[0] != kept[1]
     again = step()
-    assert again.plan.schedule == kept[1] and again.plan.eager is not None and again.plan.eager.overhead is not None
+    assert again.plan.schedule == kept[1] and again.plan.eager.overhead is not None
     assert_trains_as_eager(again, model, batch, 7)
 
 
@@ -478,7 +473,7 @@ def test_a_first_plan_over_the_budget_is_replaced(monkeypatch: pytest.MonkeyPatc
     assert [(use.step, use.reason) for use in step.history][1] == (2, "the peak of the first one was over the budget")
     assert step.history[1].plan.peak_bytes <= budget - 1000
     assert step.plan.budget_bytes == budget
-    assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= budget - 1000
+    assert step.plan.measured_peak_bytes <= budget - 1000
 
 
 @pytest.mark.slow
@@ -513,7 +508,7 @@ def test_the_same_costs_give_the_same_plan_where_a_gap_is_waited_for() -> None:
     settings = PlanSettings(tolerance=Tolerance.of(1e-3), time_limit_s=20.0)
     plans = [StepSearch(replace(settings, wait=Wait.of("2%"))).find_first_plan(graph, Bytes(budget)) for _ in range(2)]
     assert plans[0].schedule == plans[1].schedule
-    assert plans[0].gap is not None and plans[0].gap <= 0.02
+    assert plans[0].gap <= 0.02
 
 
 def test_a_step_is_ready_with_its_first_schedule() -> None:
@@ -541,14 +536,14 @@ def test_a_step_is_ready_with_its_first_schedule() -> None:
     ],
 )
 def test_wait_values_are_parsed(given: object, wanted: Wait) -> None:
-    assert Wait.of(given) == wanted  # type: ignore[arg-type]
+    assert Wait.of(given) == wanted
     assert wanted.reproducible == (wanted.seconds is None)
 
 
 @pytest.mark.parametrize("given", [-1, float("nan"), True, "soon", "10", "5 percent", []])
 def test_invalid_wait_and_swap_values_raise(given: object) -> None:
     with pytest.raises(PlannerError, match="must be seconds"):
-        Wait.of(given)  # type: ignore[arg-type]
+        Wait.of(given)
     with pytest.raises(PlannerError, match="swap is 'sometimes': choose from exact, any, never"):
         PlanSettings(swap="sometimes")
 
@@ -560,7 +555,7 @@ def test_a_solve_in_the_background_sends_plans_and_its_end() -> None:
     budget = between(graph)
     background = BackgroundSolve(SolveJob(graph, Bytes(budget), PlanSettings(tolerance=Tolerance.of(0.05), work_limit=0.5)))
     found = [plan for _ in range(300) if background.ended is None and (plan := background.receive(0.2)) is not None]
-    assert background.ended is not None and background.ended.failure == ""
+    assert background.ended.failure == ""
     assert found[-1] == background.ended.plan
     assert simulate(graph, found[-1].schedule).peak_bytes <= budget
     assert found[-1].time_s <= min(plan.time_s for plan in found)
@@ -594,7 +589,7 @@ def test_training_does_not_wait_for_a_solve_that_has_no_core(monkeypatch: pytest
     assert solve.ended.plan is not None
     idle = BackgroundSolve(SolveJob(graph, Bytes(10**9), PlanSettings()))
     idle.stop()  # while the job is being sent
-    assert idle.ended is not None and idle.ended.failure == "it was stopped"
+    assert idle.ended.failure == "it was stopped"
 
 
 def test_times_of_ops_that_did_not_run_are_scaled_as_those_that_did() -> None:
@@ -614,7 +609,7 @@ def test_a_plan_without_recomputation_stays_optimal_at_other_costs() -> None:
     whole = judge_on(corrected, solve(graph, "100%", time_limit_s=5.0))
     assert (whole.status, whole.gap) == ("optimal", 0.0)
     tight = judge_on(corrected, solve(graph, between(graph), time_limit_s=5.0))
-    assert tight.status == "feasible" and tight.gap is not None and tight.gap > 0
+    assert tight.status == "feasible" and tight.gap > 0
 
 
 def test_plans_round_alike_if_they_execute_the_same_inexact_ops() -> None:

@@ -350,7 +350,7 @@ def test_branches_that_only_choose_what_is_recorded_are_taken_as_in_eager_mode()
     found = []
     for one in (copy.deepcopy(model), model):
         SEEN.clear()
-        RECORDER.__init__()  # type: ignore[misc]
+        RECORDER.__init__()
         step = one if not found else planner.compile(one, None, batches[0], budget="100%", wait=0.1, on_progress=False)
         for batch in batches:
             step(*batch).backward()

@@ -176,7 +176,7 @@ class Scaled(torch.autograd.Function):
         return x * factor
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient * (1 - ctx.factor), None
 
 

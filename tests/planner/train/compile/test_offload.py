@@ -17,7 +17,6 @@ from planner.capture.workload.models import Workload, build
 from planner.plans import search
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
-from planner.runtime.executor import Executor
 from planner.settings.link import get_measured_link
 from tests.support.cli import call
 from tests.support.models.steps import make
@@ -26,11 +25,6 @@ from tests.support.raised_warnings import raise_warnings
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 _FAST: dict[str, Any] = {"options": ["offload"], "link": 1e12}
-
-
-def executor(step: planner.PlannedStep) -> Executor:
-    assert isinstance(step.debug, Executor)
-    return step.debug
 
 
 def compiled(workload: Workload, **options: Any) -> planner.PlannedStep:
@@ -47,9 +41,9 @@ def test_compiled_step_with_offload_is_exact_within_both_budgets(tmp_path: Path)
     step = compiled(workload, host_budget="1GB")
     plan = step.plan
     assert plan.copied and plan.settings["options"] == ["offload"]
-    assert plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= plan.budget_bytes
-    assert plan.eager is not None and plan.eager.identical
-    assert executor(step).devices.host.peak_bytes == plan.pool_peaks_bytes[HOST] > 0  # type: ignore[union-attr]
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+    assert plan.eager.identical
+    assert step.debug.devices.host.peak_bytes == plan.pool_peaks_bytes[HOST] > 0
     step.report(tmp_path / "report.html", trace=tmp_path / "trace.json")
     assert "Host memory" in (tmp_path / "report.html").read_text()
     ran = [event["cat"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
@@ -138,7 +132,7 @@ def test_replanned_steps_share_the_hosts_memory() -> None:
         loss.backward()
         torch.manual_seed(1)
         assert torch.equal(loss, workload.loss_fn(model(workload.batch[0]), workload.batch[1]))
-        found.append((step.plan, executor(step).devices.host))  # type: ignore[arg-type]
+        found.append((step.plan, step.debug.devices.host))
     assert found[0][1] is found[1][1] is found[2][1]
 
 
@@ -146,8 +140,7 @@ def test_replanned_steps_share_the_hosts_memory() -> None:
 def test_plans_of_varying_sizes_copy_and_share_the_hosts_memory() -> None:
     workload = small()
     step = compiled(workload, dynamic=True, host_budget="1GB", time_limit_s=3.0)
-    host = executor(step).devices.host
-    assert host is not None
+    host = step.debug.devices.host
     copied = 0
     for size in (64, 56, 52, 56):
         batch = tuple(value[:size] for value in workload.batch)
@@ -160,9 +153,9 @@ def test_plans_of_varying_sizes_copy_and_share_the_hosts_memory() -> None:
         expected = workload.loss_fn(workload.model(batch[0]), batch[1])
         assert torch.equal(loss, expected)
         pairs = zip(gradients, torch.autograd.grad(expected, list(workload.model.parameters())), strict=True)
-        assert all(torch.equal(found, wanted) for found, wanted in pairs)  # type: ignore[arg-type]
-        assert executor(step).devices.host is host and host.used_bytes == 0
-        assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
+        assert all(torch.equal(found, wanted) for found, wanted in pairs)
+        assert step.debug.devices.host is host and host.used_bytes == 0
+        assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
         copied += step.plan.copied > 0
     assert copied >= 2 and host.peak_bytes <= 10**9
 

@@ -24,7 +24,7 @@ _TAKE_OTHERS = {"Optimizer", "SparseAdam", "LBFGS", "Muon"}  # sparse gradients,
 OF_TORCH = sorted(name for name, value in vars(optim).items() if isinstance(value, type) and name not in _TAKE_OTHERS)
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 MORE: dict[str, Make] = {
-    "momentum": partial(optim.SGD, lr=0.1, momentum=0.9),  # type: ignore[dict-item]
+    "momentum": partial(optim.SGD, lr=0.1, momentum=0.9),
     "amsgrad": partial(optim.AdamW, amsgrad=True),
     "foreach": partial(optim.AdamW, foreach=True),
     "fused": partial(optim.AdamW, fused=True),
@@ -93,7 +93,7 @@ class Quantized(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> "Quantized":
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)  # type: ignore[attr-defined, no-any-return]
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
         self.codes, self.scale = codes, scale
@@ -117,7 +117,7 @@ class Sign(optim.Optimizer):
         self.seen: dict[str, torch.Tensor] = {}
         super().__init__(list(model.parameters()), {"bits": bits})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
             if not self.state[p]:
                 small, self.seen["last"] = p.numel() < 20, p.grad
@@ -150,8 +150,8 @@ def test_schedulers_and_hooks_do_not_notice() -> None:
 
 def test_other_parameters_do_not_count() -> None:
     model, other = network(), nn.Linear(3, 3)
-    optimizer = optim.Adam([*model[0].parameters(), *other.parameters()])  # type: ignore[index, union-attr]
-    model[0].bias.requires_grad_(False)  # type: ignore[index, union-attr]
+    optimizer = optim.Adam([*model[0].parameters(), *other.parameters()])
+    model[0].bias.requires_grad_(False)
     assert sorted(measure_optimizer(optimizer, model.parameters()).state) == [4, 384, 384]
 
 
@@ -192,7 +192,7 @@ class OfNorms(optim.Optimizer):
     """Passes tensors to an operator that takes numbers, and needs a closure."""
 
     @torch.no_grad()
-    def step(self, closure: Any) -> None:  # type: ignore[override]
+    def step(self, closure: Any) -> None:
         closure()
         for p in self.param_groups[0]["params"]:
             self.state[p]["moment"] = torch.ops.planner_tests.scaled(p.grad, torch.linalg.vector_norm(p))
@@ -252,7 +252,7 @@ class Beside(optim.Optimizer):
         self.inner = optim.Adam(self.param_groups)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         del closure
         self.inner.step()
         for p in self.param_groups[0]["params"]:
@@ -291,7 +291,7 @@ def test_what_is_no_optimizer_is_refused() -> None:
 class OfNumPy(optim.Optimizer):
     """Leaves PyTorch."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
             p.grad.numpy()
             self.state[p]["moment"] = torch.zeros_like(p)

@@ -62,9 +62,7 @@ def model_and_batch() -> tuple[nn.Module, Batch]:
 
 def planned(model: nn.Module, batch: Batch, **options: object) -> planner.PlannedStep:
     budget = between(planner.trace(model, F.mse_loss, batch, passes=1, on_progress=False))
-    return planner.compile(  # type: ignore[return-value]
-        model, F.mse_loss, batch, budget=budget, passes=1, wait=0.5, on_progress=False, **options
-    )
+    return planner.compile(model, F.mse_loss, batch, budget=budget, passes=1, wait=0.5, on_progress=False, **options)
 
 
 def assert_trains_as_eager(model: nn.Module, batch: Batch, step: Callable[..., torch.Tensor], steps: int = 4) -> None:
@@ -97,7 +95,6 @@ def test_steps_run_in_an_arena_where_memory_is_tight(share: float, free: Callabl
     assert_trains_as_eager(model, batch, step)
     plan = step.plan
     assert plan.arena_bytes == first_bytes  # at the addresses that were found with the plan
-    assert plan.arena_bytes is not None and plan.outside_arena_bytes is not None
     assert plan.measured_peak_bytes == plan.graph.static_bytes + plan.arena_bytes + plan.outside_arena_bytes
     assert plan.measured_peak_bytes <= plan.budget_bytes
 
@@ -147,7 +144,7 @@ def test_without_its_library_steps_run_in_no_arena(free: Callable[[float], None]
     assert_trains_as_eager(model, batch, step, steps=2)
     assert not step.plan.arena
     assert "its C++ library is not compiled" in str(step.plan)
-    assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
+    assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
 
 
 def test_steps_move_to_an_arena_once_its_library_is_compiled(
@@ -164,7 +161,7 @@ def test_steps_move_to_an_arena_once_its_library_is_compiled(
     assert_trains_as_eager(model, batch, step)
     assert step.plan.arena
     assert "in an arena" in step.history[-1].reason
-    assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
+    assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
 
 
 def refuse_arenas(monkeypatch: pytest.MonkeyPatch, error: Exception, first: int) -> None:
@@ -203,7 +200,7 @@ def test_an_arena_that_is_found_later_is_swapped_in(free: Callable[[float], None
     plan = step.plan
     assert "in an arena" in step.history[-1].reason
     assert plan.arena
-    assert plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= plan.budget_bytes
+    assert plan.measured_peak_bytes <= plan.budget_bytes
 
 
 @pytest.mark.parametrize("ends", ["nothing is found", "steps are slower in one"])
@@ -239,7 +236,7 @@ def test_if_the_arena_exceeds_the_budget_and_no_other_is_found_steps_run_in_none
     budget_bytes, peak_of = step.plan.budget_bytes, PeakWatch._compute_peak
 
     def compute_peak(watch: PeakWatch, *rises: object) -> int:
-        return budget_bytes + 1 if watch._executor.arena is not None else peak_of(watch, *rises)  # type: ignore[arg-type]
+        return budget_bytes + 1 if watch._executor.arena is not None else peak_of(watch, *rises)
 
     monkeypatch.setattr(PeakWatch, "_compute_peak", compute_peak)
     assert step.plan.arena
@@ -247,7 +244,7 @@ def test_if_the_arena_exceeds_the_budget_and_no_other_is_found_steps_run_in_none
     plan = step.plan
     assert not plan.arena
     assert "no arena: in one the measured peak is" in str(plan)
-    assert plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= budget_bytes
+    assert plan.measured_peak_bytes <= budget_bytes
 
 
 def test_patience_ends_where_no_schedule_has_addresses(free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:

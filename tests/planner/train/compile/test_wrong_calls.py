@@ -76,27 +76,27 @@ def test_arguments_of_a_wrong_type_raise(tmp_path: Path) -> None:
         "time limit is True: must be seconds": lambda: planner.solve(graph, "100%", time_limit_s=True),
         "time limit is -3: must be seconds": lambda: planner.advise(model(), F.mse_loss, (X, Y), time_limit_s=-3),
         "time limit is nan: must be seconds": lambda: planner.curve(graph, 3, time_limit_s=float("nan")),
-        "tolerance is '1%': must be a fraction": lambda: planner.solve(graph, "100%", tolerance="1%"),  # type: ignore[arg-type]
+        "tolerance is '1%': must be a fraction": lambda: planner.solve(graph, "100%", tolerance="1%"),
         "passes is 'two': must be at least 1": lambda: traced(model(), passes="two"),
         "on_progress is True: must be a view": lambda: compiled(model(), on_progress=True),
-        "on_progress is 'bar': must be a view": lambda: planner.checkpoint(model(), budget="1MB", on_progress="bar"),  # type: ignore[arg-type]
-        "the graph is 'model.json': must be one": lambda: planner.solve("model.json", "100%"),  # type: ignore[arg-type]
-        "the graph is Plan": lambda: planner.curve(plan, 3),  # type: ignore[arg-type]
-        "the plan is 'plan.json': must be one": lambda: planner.run("plan.json", model(), F.mse_loss, (X, Y)),  # type: ignore[arg-type]
-        "the graph is a Sequential: must be one": lambda: planner.solve(model(), "100%"),  # type: ignore[arg-type]
-        "the plan is a Sequential: must be one": lambda: planner.run(model(), model(), F.mse_loss, (X, Y)),  # type: ignore[arg-type]
-        "should_stop is True: must be a function": lambda: planner.solve(graph, "100%", should_stop=True),  # type: ignore[arg-type]
-        "on_plan is 'plan.json': must be a function": lambda: planner.solve(graph, "100%", on_plan="plan.json"),  # type: ignore[arg-type]
+        "on_progress is 'bar': must be a view": lambda: planner.checkpoint(model(), budget="1MB", on_progress="bar"),
+        "the graph is 'model.json': must be one": lambda: planner.solve("model.json", "100%"),
+        "the graph is Plan": lambda: planner.curve(plan, 3),
+        "the plan is 'plan.json': must be one": lambda: planner.run("plan.json", model(), F.mse_loss, (X, Y)),
+        "the graph is a Sequential: must be one": lambda: planner.solve(model(), "100%"),
+        "the plan is a Sequential: must be one": lambda: planner.run(model(), model(), F.mse_loss, (X, Y)),
+        "should_stop is True: must be a function": lambda: planner.solve(graph, "100%", should_stop=True),
+        "on_plan is 'plan.json': must be a function": lambda: planner.solve(graph, "100%", on_plan="plan.json"),
         "dynamic is 'no': must be one of True, False": lambda: compiled(model(), dynamic="no"),
         "accumulate is 'no': must be one of True, False": lambda: traced(model(), accumulate="no"),
         "replan is 'never': must be one of True, False, None": lambda: compiled(model(), replan="never"),
         "cache is True: must be the name of a folder": lambda: compiled(model(), cache=True),
         "max_plans is '2': at least one plan": lambda: compiled(model(), max_plans="2"),
-        "seconds is '5': must be a number, 0 or more": lambda: step.wait("5"),  # type: ignore[arg-type]
+        "seconds is '5': must be a number, 0 or more": lambda: step.wait("5"),
         "seconds is -1: must be a number, 0 or more": lambda: step.wait(-1),
         "seconds is nan: must be a number, 0 or more": lambda: step.wait(float("nan")),
         "unknown device 'h900': choose from": lambda: planner.checkpoint(model(), budget="1MB", roofline="h900"),
-        "the model is already compiled": lambda: planner.checkpoint(torch.compile(model()), budget="1MB"),  # type: ignore[type-var]
+        "the model is already compiled": lambda: planner.checkpoint(torch.compile(model()), budget="1MB"),
         "budgets is '80%': must be how many": lambda: planner.curve(graph, "80%"),
         "the page is HTML: name a file that ends with .html": lambda: compiled(model()).report(tmp_path / "page.pdf"),
     }

@@ -321,7 +321,6 @@ def test_each_op_is_recomputed_with_its_own_numbers(change: Callable[[Tensor, in
             for i in range(6):
                 y = change(y.sin().exp(), (step + i) % 3).to(torch.float32)
             y.square().sum().backward()
-            assert x.grad is not None
             found.append(x.grad.numpy().copy())
         return found
 

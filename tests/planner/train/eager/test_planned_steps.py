@@ -139,7 +139,6 @@ def test_a_static_net_is_planned_in_its_third_step(watched: Watched) -> None:
 
 def test_an_op_that_differs_in_the_middle_falls_back(watched: Watched) -> None:
     def forward(model: nn.Module, x: Tensor, i: int) -> Tensor:
-        assert isinstance(model, nn.Sequential)
         x = model[:6](x)
         if i == 2:
             x = x.sin()
@@ -305,7 +304,7 @@ def test_tensors_saved_by_a_retained_graph_are_released() -> None:
         doubled = x.detach() * 2
         del loss
     step = session.plans.longest_step
-    assert step is not None and len(doubled) == 1000
+    assert len(doubled) == 1000
     assert all(step.graph.tensors[t].static for t in step.graph.ops[-1].inputs)
 
 
@@ -384,7 +383,7 @@ def test_runtime_evictions_equal_those_of_the_replayed_trace(
         replayed.append(step.storages[replay.tensor[victim]])
         return victim
 
-    replay.ledger.choose_victim = note  # type: ignore[method-assign, assignment]
+    replay.ledger.choose_victim = note
     replay.run()
     assert watched.evicted == replayed
     assert replayed

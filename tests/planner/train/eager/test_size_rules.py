@@ -100,7 +100,7 @@ def watch_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Misjudged]:
 
     monkeypatch.setattr(OutputSizes, "count_out_bytes", count)
     with rematerialize("100GB") as session:
-        session.debug.memory.make_room = make_room  # type: ignore[method-assign, assignment]
+        session.debug.memory.make_room = make_room
         yield found
 
 

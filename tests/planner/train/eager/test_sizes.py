@@ -75,12 +75,12 @@ def test_sizes_are_those_of_the_op(number: int, monkeypatch: pytest.MonkeyPatch)
     """By meta tensors where they can, which says what fake tensors say."""
     function, args, kwargs = ops("cpu")[number]
     sizes = OutputSizes(torch.device("cpu"))
-    found = sizes.count_out_bytes(function, args, kwargs)  # type: ignore[arg-type]
+    found = sizes.count_out_bytes(function, args, kwargs)
     there = {t.untyped_storage()._cdata for t in iterate_tensors(args)}
-    outputs = {t.untyped_storage()._cdata: t for t in iterate_tensors(function(*args, **kwargs))}  # type: ignore[operator]
+    outputs = {t.untyped_storage()._cdata: t for t in iterate_tensors(function(*args, **kwargs))}
     assert found == sum(t.untyped_storage().nbytes() for address, t in outputs.items() if address not in there)
     monkeypatch.setattr("planner.train.eager.sizes.has_meta_kernel", lambda _: False)
-    assert found == OutputSizes(torch.device("cpu")).count_out_bytes(function, args, kwargs)  # type: ignore[arg-type]
+    assert found == OutputSizes(torch.device("cpu")).count_out_bytes(function, args, kwargs)
 
 
 def test_an_argument_that_names_a_device_makes_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_an_argument_that_names_a_device_makes_nothing_there(monkeypatch: pytest
 
     def noting(*args: object, **kwargs: object) -> torch.Tensor:
         made.append(str(kwargs["device"]))
-        return empty(*args, **kwargs)  # type: ignore[arg-type]
+        return empty(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty_strided", noting)
     sizes = OutputSizes(torch.device("cpu"))

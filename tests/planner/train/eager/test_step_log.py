@@ -11,7 +11,7 @@ from tests.support.eager.step_logs import add_op, release
 
 
 def add(log: StepLog, target: str, inputs: tuple[int, ...], made: tuple[int, ...] = (), **facts: object) -> None:
-    add_op(log, LoggedOp(target, inputs, made, **facts))  # type: ignore[arg-type]
+    add_op(log, LoggedOp(target, inputs, made, **facts))
 
 
 def small_step() -> StepLog:

@@ -3,7 +3,8 @@
 Eager PyTorch allows it where autograd has not saved the tensor. A plan that recomputes ops reads their inputs again in the
 backward pass, so it needs the values of the forward pass. In the first step copies are taken of all tensors that only
 recomputed ops read, as far as they fit in the budget between the passes, and freed before the backward pass begins if nothing
-was written. Where something was, the copy is read, and later steps keep one by plans that count it.
+was written; a copy also shows writes through ``.data``. Where something was, the copy is read, and later steps keep one by plans
+that count it.
 
 Copies in every step would cost memory and time in all models for the few that write. A copy at the time of the write is not
 possible: PyTorch counts writes to a tensor, but calls nothing before them.
@@ -33,8 +34,9 @@ class Input:
 
     @property
     def is_written(self) -> bool:
-        """True if the tensor was written since."""
-        return get_version(self.value) != self.version
+        """True if the tensor was written since; also in a way that autograd does not see, if there is a copy."""
+        seen = get_version(self.value) != self.version
+        return seen or (self.copy is not None and not torch.equal(self.value, self.copy))
 
 
 class ChangedInputs:
@@ -49,7 +51,7 @@ class ChangedInputs:
         """Find them among the static tensors that are `read` by the backward pass; keep copies of those that are `copied`."""
         own = {t for op in graph.ops for t in (op.mutates if op.phase is Phase.FORWARD else op.inputs)}
         tensors = [t for t in graph.tensors if not t.producers and t.kind in _ORDER and t.id not in own]
-        tensors.sort(key=lambda t: _ORDER.index(t.kind))
+        tensors.sort(key=lambda t: (_ORDER.index(t.kind), t.size_bytes))
         reads = {t for op in graph.ops for t in op.inputs}
         self.recomputed_from = tuple(t.id for t in tensors if t.id in read)
         self.changed = set(copied)
@@ -87,16 +89,17 @@ class ChangedInputs:
         """Return the values of ``recomputed_from`` that the forward pass has read; raise PlannerError if one is lost."""
         self._is_first = False
         read = saved[: len(self.recomputed_from)]
-        if any(given.is_written for given in read):
-            self.changed.update(given.tensor for given in saved if given.is_written)
+        written = {given.tensor for given in saved if given.is_written}
+        if not written.isdisjoint(self.recomputed_from):
+            self.changed |= written
         self._copied = self.changed.intersection(self.recomputed_from)
         for given in read:
-            if given.is_written and given.copy is None:
+            if given.tensor in written and given.copy is None:
                 raise PlannerError(
                     f"{name(given.tensor)} was written between the step and its backward pass, and the plan recomputes from it: "
                     "the gradients of this step are lost. The next steps keep a copy for the backward pass: call the step again"
                 )
-        return [given.copy if given.is_written and given.copy is not None else given.value for given in read]
+        return [given.copy if given.tensor in written and given.copy is not None else given.value for given in read]
 
 
 def keep_copies(captured: Capture, changed: Iterable[int]) -> Capture:

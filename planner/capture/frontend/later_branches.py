@@ -111,7 +111,7 @@ class _Function:
 
 @dataclass(slots=True)
 class RecordingBranch:
-    """An ``if`` or ``try`` statement of a frame that is captured.
+    """An ``if`` or ``try`` statement, or ``a.b = c if d else e``, of a frame that is captured.
 
     Attributes:
         translator: of the frame.
@@ -122,13 +122,13 @@ class RecordingBranch:
     """
 
     translator: Any
-    statement: ast.If | ast.Try
+    statement: ast.If | ast.Try | ast.Assign
     changed: list[Any] = field(default_factory=list)
     cells: list[CellVariable] = field(default_factory=list)
     reading: list[FunctionType] = field(default_factory=list)
 
     @classmethod
-    def find(cls, translator: Any, statement: ast.If | ast.Try | None) -> "RecordingBranch | None":
+    def find(cls, translator: Any, statement: ast.If | ast.Try | ast.Assign | None) -> "RecordingBranch | None":
         """Return the statement if it only records; None otherwise."""
         if statement is None:
             return None
@@ -171,7 +171,13 @@ class RecordingBranch:
     def find_end(self) -> int | None:
         """Return the position of the instruction behind the statement; None if it is not known."""
         statement, instructions = self.statement, self.translator.instructions
-        otherwise = self._find_otherwise(statement) if isinstance(statement, ast.If) else self._find_passed(statement)
+        if isinstance(statement, ast.Assign):
+            return self._find_passed(statement)
+        otherwise = (
+            self._find_otherwise(statement)
+            if isinstance(statement, ast.If)
+            else self._find_passed((statement.orelse or statement.body)[-1])
+        )
         if isinstance(statement, ast.If) and not statement.orelse:
             return otherwise
         last = instructions[otherwise - 1]
@@ -190,9 +196,8 @@ class RecordingBranch:
                 otherwise = self.translator.indexof[instruction.target]
         return otherwise
 
-    def _find_passed(self, statement: ast.Try) -> int:
-        """Return the position behind the instructions that run if there is no exception."""
-        last = (statement.orelse or statement.body)[-1]
+    def _find_passed(self, last: ast.stmt) -> int:
+        """Return the position behind the instructions of a statement, such as the last that runs if there is no exception."""
         return max(i for i, each in enumerate(self.translator.instructions) if _is_in(each.positions, last)) + 1
 
     def _check(self, statements: Sequence[ast.stmt], within: _Function | None = None) -> None:
@@ -536,20 +541,29 @@ def _list_statements(translator: Any) -> tuple[ast.AST, ...]:
     return _list_nodes("".join(linecache.getlines(translator.f_code.co_filename)))
 
 
-def _find_tested(translator: Any) -> ast.If | None:
+def _find_tested(translator: Any) -> ast.If | ast.Assign | None:
     instruction = translator.instructions[translator.instruction_pointer]
     if not instruction.opname.startswith("POP_JUMP"):
         return None
-    branches = (node for node in _list_statements(translator) if isinstance(node, ast.If))
     positions = instruction.positions  # some jumps have those of the statement itself
-    return next((each for each in branches if _is_in(positions, each.test) or _locate_code(positions) == _locate(each)), None)
+    for node in _list_statements(translator):
+        if not isinstance(node, ast.If | ast.Assign):
+            continue
+        tested = node if isinstance(node, ast.If) else node.value
+        if isinstance(tested, ast.If | ast.IfExp) and (
+            _is_in(positions, tested.test) or _locate_code(positions) == _locate(tested)
+        ):
+            return node
+    return None
 
 
 @lru_cache(maxsize=8)
 def _list_nodes(text: str) -> tuple[ast.AST, ...]:
     """Return the branches and functions in `text`, outer ones first."""
     try:
-        return tuple(node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.If | ast.Try | ast.FunctionDef))
+        return tuple(
+            node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.If | ast.Try | ast.Assign | ast.FunctionDef)
+        )
     except SyntaxError:  # as in a notebook's cell with magic commands
         return ()
 

@@ -322,6 +322,7 @@ def choose(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Ten
                 model.losses.append(hidden.detach().max())
     else:
         model.steps += 1
+    model.by_name["high"] = [loss.item()] if loss.item() > 1.2 else []
     if not torch.isfinite(loss):
         model.hits += 1
     if math.isnan(loss.item()):

@@ -27,7 +27,7 @@ from graphs.overwriting import find_overwritten_saved
 from graphs.schedule import Schedule, count_kept_bytes
 from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
-from planner.capture.guards.assertions import UNLIKELY_DRAW
+from planner.capture.guards.assertions import UNPLANNED
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch, has_fewer_rows, join_returned, split_arguments
 from planner.capture.step import TrainingStep
@@ -239,7 +239,7 @@ class Executor:
         try:
             results = self.run(leaves)
         except RuntimeError as error:  # which has undone the step
-            if UNLIKELY_DRAW not in str(error):
+            if UNPLANNED not in str(error):
                 raise
             warn_caller(f"this step ran by eager PyTorch, which may take more than the budget: {first_line(error)}")
             return self.evaluate(*args, **kwargs)

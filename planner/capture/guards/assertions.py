@@ -3,8 +3,9 @@
 Dynamo writes ``assert condition`` as an op that checks a tensor, but neither ``assert a and b`` nor ``if condition: raise``. The
 side that raises is not captured. The op raises a RuntimeError in the step that fails, as under ``torch.compile``.
 
-A branch that all draws but 0 take (``torch.rand(1) > 0.0``) is checked in the same way; where it fails, the step is undone and
-runs by eager PyTorch.
+A branch that all draws but 0 take (``torch.rand(1) > 0.0``) is checked in the same way, and so is one on values that are not
+finite (``if not torch.isfinite(hidden).all(): hidden = hidden.clamp(...)``); where the check fails, the step is undone and runs
+by eager PyTorch.
 """
 
 from typing import Any
@@ -19,7 +20,11 @@ from planner.torch_private.core import assert_async
 
 aten = torch.ops.aten
 
-UNLIKELY_DRAW = "drew exactly 0, as one in 2**24 draws is, and takes a branch that was not planned"
+UNPLANNED = "takes a branch that was not planned"
+UNLIKELY_DRAW = f"drew exactly 0, as one in 2**24 draws is, and {UNPLANNED}"
+NOT_FINITE = f"found values that are not finite, and {UNPLANNED}"
+
+_ANSWERS = {"isfinite": True, "isnan": False, "isinf": False}  # for finite values
 
 _ENDS = ("RETURN", "RERAISE", "YIELD")
 
@@ -34,6 +39,19 @@ def find_passing_side(translator: InstructionTranslatorBase) -> bool | None:
     jumps_if = "IF_TRUE" in jump.opname
     there, here = (_is_raising(translator, start) for start in (translator.indexof[jump.target], position + 1))
     return None if there is here else jumps_if is here
+
+
+def find_answer_for_finite(node: fx.Node) -> bool | None:
+    """Return the value of `node` if all values that it asks for are finite; None if it does not ask for that."""
+    name, asked = _get_name(node), node
+    if name in ("all", "any") and len(node.all_input_nodes) == 1:
+        asked = node.all_input_nodes[0]
+    answer = _ANSWERS.get(_get_name(asked))
+    return None if answer is None or (asked is not node and answer is not (name == "all")) else answer
+
+
+def _get_name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def write_assertion(translator: InstructionTranslatorBase, condition: Any, *, passing: bool, otherwise: str) -> None:

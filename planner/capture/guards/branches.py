@@ -25,8 +25,10 @@ from torch import fx, nn
 from graphs.errors import TraceError
 from planner.capture.frontend.source_lines import branch_refusal, find_current_line, find_traced_line
 from planner.capture.guards.assertions import (
+    NOT_FINITE,
     UNLIKELY_DRAW,
     assert_length,
+    find_answer_for_finite,
     find_passing_side,
     is_as_long_as_told,
     write_assertion,
@@ -234,10 +236,12 @@ class DataBranches:
         likely = self._values.get_likely(fake)
         is_known = likely is None and self._values.get(fake) is not None
         passing = likely if likely is not None or is_known else find_passing_side(translator)
+        otherwise = "raises an error on this batch" if likely is None else UNLIKELY_DRAW
+        if passing is None and not is_known and (answer := find_answer_for_finite(tensor.as_proxy().node)) is not None:
+            passing, otherwise = answer, NOT_FINITE
         if passing is None:
             outcome = tensor.call_method(translator, "item", [], {})
         else:
-            otherwise = "raises an error on this batch" if likely is None else UNLIKELY_DRAW
             write_assertion(translator, tensor, passing=passing, otherwise=otherwise)
             outcome = private.VariableTracker.build(translator, passing)
         translator.stack[-1] = outcome

@@ -426,6 +426,34 @@ def test_a_branch_that_all_draws_but_0_take_is_planned(upwards: bool) -> None:
 DRAWS_BEFORE_0 = 1532311 - 1  # of the generator with seed 3, and the step draws once before the branch
 
 
+def clamp_by_all(hidden: torch.Tensor) -> torch.Tensor:
+    if not torch.isfinite(hidden).all():
+        hidden = hidden.nan_to_num(0.5)
+    return hidden
+
+
+def clamp_by_any(hidden: torch.Tensor) -> torch.Tensor:
+    if hidden.isnan().any() or torch.isinf(hidden.sum()):
+        hidden = hidden.nan_to_num(0.5)
+    return hidden
+
+
+@pytest.mark.parametrize("clamp", [clamp_by_all, clamp_by_any])
+def test_a_branch_on_values_that_are_not_finite_is_planned(clamp: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    model = FunctionModule(lambda m, x: clamp(m.layer(x)).square().sum(), layer=nn.Linear(8, 8))
+    plain, batches = copy.deepcopy(model), [torch.randn(4, 8), torch.full((4, 8), torch.nan), torch.randn(4, 8)]
+    step = planner.compile(model, None, (batches[0],), budget="1MB", wait=0.1)
+    for i, x in enumerate(batches):
+        with pytest.warns(UserWarning, match="ran by eager.*not finite") if i == 1 else nullcontext():
+            loss = step(x)
+        for one, found in ((model, loss), (plain, plain(x))):
+            one.zero_grad()
+            found.backward()
+        assert torch.equal(loss, plain(x))
+        assert torch.equal(model.layer.bias.grad, plain.layer.bias.grad)
+
+
 def test_a_branch_that_draws_seldom_take_raises() -> None:
     with pytest.raises(TraceError, match="random numbers"):
         capture(LeavingOut(0.001), None, (torch.randn(4, 8),))

@@ -10,17 +10,15 @@ is busy elsewhere, or is the only one of its machine and stopped, is still waite
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from graphs.errors import MismatchError, PlannerError, first_line, typed_line
-from planner.runtime.code import Backward, Forward, Returned
 from planner.torch_private.distributed import get_default_store
 
 _ASKED_EVERY = timedelta(seconds=2)
@@ -74,19 +72,6 @@ def tell_failures() -> Iterator[None]:
         raise
     finally:
         _telling -= 1
-
-
-class ToldPasses:
-    """A stage of a step that tells the other processes if its backward pass fails."""
-
-    def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
-        """Run the forward pass, which is inside of the step's call, whose failures are told."""
-        return run(static)
-
-    def run_backward(self, run: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
-        """Run the backward pass."""
-        with tell_failures():
-            return run(static, saved)
 
 
 def wait_for_others(work: dist.Work) -> None:

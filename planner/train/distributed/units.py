@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +32,7 @@ from planner.torch_private.fsdp import (
     set_gradient_sum,
 )
 from planner.train.distributed.collectives import Addition, Gather, Packed, Reduction
+from planner.train.distributed.failures import tell_failures
 from planner.train.distributed.ranks import SingleProcess, agree
 
 T = TypeVar("T")
@@ -237,28 +237,20 @@ def list_units(model: nn.Module) -> list[ShardedUnit]:
     return units
 
 
-class ConstantsAndSums(Mapping[str, torch.Tensor]):
+class ConstantsAndSums(dict[str, torch.Tensor]):
     """Constants of a step by name, and the sums of gradients, which are looked up in each step and begin when they are read."""
 
     def __init__(self, constants: Mapping[str, torch.Tensor], units: Iterable[ShardedUnit]) -> None:
-        self._constants = constants
+        super().__init__(constants)
         self._parameters = {p.sum_name: p for unit in units for p in unit.parameters}
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """Return the constant or the sum with this name."""
-        return self._parameters[name].make_sum() if name in self._parameters else self._constants[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield the names."""
-        return chain(self._constants, self._parameters)
-
-    def __len__(self) -> int:
-        """Return the number of names."""
-        return len(self._constants) + len(self._parameters)
+    def __missing__(self, name: str) -> torch.Tensor:
+        """Return the sum with this name."""
+        return self._parameters[name].make_sum()
 
 
 class UnitPasses:
-    """A stage of a step on units: sums of gradients are freed once they are reduced.
+    """A stage of a step on units: sums of gradients are freed once they are reduced, and failures of backward passes are told.
 
     Like FSDP2, a backward pass does what methods as ``set_requires_gradient_sync`` have said before it. But the forward pass has
     chosen its plan by then.
@@ -278,13 +270,14 @@ class UnitPasses:
         Raises:
             PlannerError: gradients are to be added or reduced in another way than in the forward pass.
         """
-        if saved.pop() != describe_synchronization(self._units):
-            raise PlannerError(
-                "set_requires_gradient_sync was called between a forward and its backward pass, or another method that changes "
-                "reductions, or the sums of gradients that this step adds to have been reduced by another one: set it before the "
-                "forward pass, and run its backward pass before the next step"
-            )
-        gradients = run(static, saved)
+        with tell_failures():
+            if saved.pop() != describe_synchronization(self._units):
+                raise PlannerError(
+                    "set_requires_gradient_sync was called between a forward and its backward pass, or another method that "
+                    "changes reductions, or the sums of gradients that this step adds to have been reduced by another one: set "
+                    "it before the forward pass, and run its backward pass before the next step"
+                )
+            gradients = run(static, saved)
         for unit in self._units:
             if unit.reduces:
                 unit.drop_sums()
@@ -312,7 +305,7 @@ class Sharding(Unsharded):
             with mode:
                 value = torch.empty(place.shape, dtype=place.dtype, device=sharded.device)
             whole[id(sharded)] = nn.Parameter(value, requires_grad=sharded.requires_grad)
-        self._places = [
+        self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
             (owner._parameters, name, whole[id(parameter)])
             for owner in model.modules()
             for name, parameter in owner._parameters.items()
@@ -325,26 +318,22 @@ class Sharding(Unsharded):
     @contextmanager
     def enter_captured_state(self) -> Iterator[None]:
         """Put whole parameters in place of the shards, and casts in place of the hooks."""
-        sharded = [parameters[name] for parameters, name, _ in self._places]
         hooks_before = [dict(hooks) for hooks, _ in self._hooks]
+        for parameters, name, whole in self._places:
+            whole.requires_grad_(parameters[name].requires_grad)
         try:
-            for (parameters, name, whole), parameter in zip(self._places, sharded, strict=True):
-                assert parameter is not None
-                whole.requires_grad_(parameter.requires_grad)
-                parameters[name] = whole
             for hooks, cast in self._hooks:
                 for key in [key for key, hook in hooks.items() if hook.__module__.startswith("torch.distributed.fsdp")]:
                     if cast is None:
                         del hooks[key]
                     else:
                         hooks[key] = cast
-            yield
+            with put_parameters(self._places):
+                yield
         finally:
             for (hooks, _), before in zip(self._hooks, hooks_before, strict=True):
                 hooks.clear()
                 hooks.update(before)
-            for (parameters, name, _), parameter in zip(self._places, sharded, strict=True):
-                parameters[name] = parameter
 
     def agree(self, plan: Hashable, batch: Batch, check: Callable[[], T]) -> T:
         """Return the result of `check` if it passes on all processes, before a step issues a collective.
@@ -371,6 +360,19 @@ class Sharding(Unsharded):
             gradient if gradient is None or sharding is None else build_dtensor(gradient, sharding)
             for gradient, sharding in zip(gradients, shardings, strict=True)
         ]
+
+
+@contextmanager
+def put_parameters(places: Sequence[tuple[dict[str, Any], str, nn.Parameter]]) -> Iterator[None]:
+    """Put each parameter into its place: a table of a module, and a name."""
+    before = [parameters[name] for parameters, name, _ in places]
+    try:
+        for parameters, name, parameter in places:
+            parameters[name] = parameter
+        yield
+    finally:
+        for (parameters, name, _), parameter in zip(places, before, strict=True):
+            parameters[name] = parameter
 
 
 def _list_hooks(module: nn.Module, state: Any) -> list[tuple[dict[int, Any], Callable[..., Any] | None]]:

@@ -31,10 +31,17 @@ from planner.runtime.executor import Executor
 from planner.runtime.sharding import Unsharded
 from planner.runtime.transfers.channels import HostChannels
 from planner.settings.plan import PlanSettings
-from planner.train.distributed.failures import ToldPasses, begin_step, tell_failures
+from planner.train.distributed.failures import begin_step, tell_failures
 from planner.train.distributed.gathers import Collective, add_units, measure_time, set_state_of_shards
 from planner.train.distributed.ranks import ALONE, Ranks, SingleProcess
-from planner.train.distributed.units import Sharding, UnitPasses, describe_synchronization, get_process_group, list_units
+from planner.train.distributed.units import (
+    Sharding,
+    UnitPasses,
+    describe_synchronization,
+    get_process_group,
+    list_units,
+    put_parameters,
+)
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second
@@ -241,7 +248,6 @@ class Sharded(Unwrapped):
     def wrap(self, executor: Executor) -> Callable[..., Any]:
         """Return `executor` between two sharded states; without gradients FSDP2 evaluates by its own hooks."""
         executor.observe(UnitPasses(self._units))
-        executor.observe(ToldPasses())
 
         def step(*args: object, **kwargs: object) -> Any:
             if not torch.is_grad_enabled():
@@ -313,18 +319,11 @@ class _Proxy(nn.Module):
         return self._compute(*args, **kwargs)
 
 
-@contextmanager
-def _replace_parameters(module: nn.Module) -> Iterator[None]:
+def _replace_parameters(module: nn.Module) -> AbstractContextManager[None]:
     """Replace the parameters by others on the same memory, so that hooks on the real ones see no gradients."""
-    places = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
-    others = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for _, _, p in places}
-    try:
-        for owner, name, parameter in places:
-            owner._parameters[name] = others[parameter]
-        yield
-    finally:
-        for owner, name, parameter in places:
-            owner._parameters[name] = parameter
+    others = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
+    tables = [owner._parameters for owner in module.modules()]
+    return put_parameters([(table, name, others[p]) for table in tables for name, p in table.items() if p is not None])
 
 
 def _count_trained_bytes(module: nn.Module) -> int:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from planner.torch_private.core import get_local_tensor
 from tests.support.budgets import half_way_known
 from tests.support.processes import FORKSERVER, begin
 
@@ -22,6 +24,20 @@ def on_processes(count: int, checks: tuple[Callable[[int], None], ...], folder: 
     """Call each of `checks` with its rank, on `count` processes; what fails there fails here."""
     given = (count, checks, str(folder / "store"))
     torch.multiprocessing.start_processes(_fork, given, nprocs=1, start_method=FORKSERVER)
+
+
+def update_both(eager: nn.Module, planned: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Compare gradients, update both models, and compare parameters."""
+    for wanted, found in zip(eager.parameters(), planned.parameters(), strict=True):
+        assert (wanted.grad is None) == (found.grad is None)
+        if wanted.grad is not None:
+            assert type(wanted.grad) is type(found.grad) and wanted.grad.shape == found.grad.shape
+            assert torch.equal(get_local_tensor(wanted.grad), get_local_tensor(found.grad))
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    for wanted, found in zip(eager.parameters(), planned.parameters(), strict=True):
+        assert torch.equal(get_local_tensor(wanted), get_local_tensor(found))
 
 
 def _fork(_: int, count: int, checks: tuple[Callable[[int], None], ...], store: str) -> None:

@@ -37,6 +37,8 @@ from planner.measure.steps import measure_memory
 from planner.memory.least_budget import find_least_budget
 from planner.runtime.arena_allocator import Missed
 from planner.settings.budget import Bytes
+from planner.settings.plan import PlanSettings
+from planner.torch_private.core import get_local_tensor
 from planner.torch_private.distributed import get_default_store
 from planner.train.compile.compiler import Compiler
 from planner.train.distributed.collectives import run_on_buffer
@@ -44,7 +46,7 @@ from planner.train.distributed.failures import tell_failures, wait_for_others
 from planner.train.distributed.wrappers import unwrap
 from solvers.bounds import bound_least_budget
 from tests.support.budgets import HALF_WAY
-from tests.support.distributed import on_processes
+from tests.support.distributed import on_processes, update_both
 from tests.support.marks import slow
 from tests.support.models.residual_blocks import mlp_block
 
@@ -130,10 +132,6 @@ def make_batch(rank: int, vocabulary: int = 96, tokens: int = 12) -> tuple[Tenso
     return torch.randint(vocabulary, (8, tokens)), torch.randint(vocabulary, (8, tokens))
 
 
-def local(value: Tensor | None) -> Tensor | None:
-    return value._local_tensor if isinstance(value, DTensor) else value
-
-
 def count_gathers(step: planner.PlannedStep) -> tuple[int, int]:
     """Return the gathers of the program, and those of the schedule."""
     ops = step._executor.graph.ops
@@ -162,20 +160,6 @@ def run_both(
         peak_bytes = measure_memory(run, batch, static_bytes=static_bytes, device=torch.device("cpu")).peak_bytes
     assert torch.equal(loss, losses[0]) and torch.equal(state, torch.get_rng_state())
     return peak_bytes
-
-
-def update_both(eager: nn.Module, planned: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Compare gradients, update both models, and compare parameters."""
-    for wanted, found in zip(eager.parameters(), planned.parameters(), strict=True):
-        assert (wanted.grad is None) == (found.grad is None)
-        if wanted.grad is not None:
-            assert type(wanted.grad) is type(found.grad) and wanted.grad.shape == found.grad.shape
-            assert torch.equal(local(wanted.grad), local(found.grad))
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    for wanted, found in zip(eager.parameters(), planned.parameters(), strict=True):
-        assert torch.equal(local(wanted), local(found))
 
 
 def train(
@@ -362,7 +346,7 @@ def check_capture(rank: int) -> None:
     gathers: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "broadcast", lambda *args, **kwargs: gathers.append(args))
-        captured = wrapper.capture(compute_loss, make_batch(rank), planner_settings())
+        captured = wrapper.capture(compute_loss, make_batch(rank), PlanSettings())
     assert not gathers and captured.graph.ops
     assert all(isinstance(p, DTensor) for p in wrapper.module.parameters())
 
@@ -402,12 +386,6 @@ def check_memory_of_planning(rank: int) -> None:
     assert planned < allowed_bytes < layers * unit_bytes, planned
 
 
-def planner_settings() -> Any:
-    from planner.settings.plan import PlanSettings
-
-    return PlanSettings()
-
-
 def check_around_steps(rank: int, folder: Path) -> None:
     """What uses shards works as ever: evaluation, clipping, and a checkpoint from which the run goes on to the bit."""
     torch.manual_seed(0)
@@ -438,7 +416,7 @@ def check_around_steps(rank: int, folder: Path) -> None:
     set_state_dict(resumed, optimizers[2], model_state_dict=parameters, optim_state_dict=states)
     turn(2, (0, 1, 2))
     for wanted, *found in zip(*(each.parameters() for each, _ in runs), strict=True):
-        assert all(torch.equal(local(wanted), local(value)) for value in found)
+        assert all(torch.equal(get_local_tensor(wanted), get_local_tensor(value)) for value in found)
 
 
 def check_earlier_gradients(rank: int) -> None:

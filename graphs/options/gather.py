@@ -6,7 +6,8 @@ process's shards of their average. It runs exactly once. All processes run the s
 one order.
 
 Where whole gradients of several batches are summed before they are reduced, the sums are static tensors. Each gradient is added
-to its sum as soon as it is there, and the reduction, if this batch has one, reads the sums.
+to its sum as soon as it is there, and the reduction, if this batch has one, reads the sums. It also reads a tensor of no bytes
+from each addition: what reads static tensors alone may run at any time on a channel.
 
 With the option ``OVERLAP`` gathers and reductions are transfers: they run on a channel, in parallel with the computation. A
 gather is like a reload whose source is always there, and which has several targets; a reduction is like an offload that must
@@ -135,11 +136,12 @@ def insert_units(graph: Graph, units: Sequence[Unit], kept: Collection[int]) -> 
         gathered = tuple(shard.parameter for shard in unit.shards)
         gather = _build_op(unit, GATHER, unit.name, unit.gather, tuple(map(shards.__getitem__, gathered)), gathered)
         before.setdefault(first.id, []).append(replace(gather, phase=first.phase, recomputable=True))
-        sums = tuple(range(len(tensors), len(tensors) + len(unit.sums)))
+        sums = tuple(range(len(tensors), len(tensors) + 2 * len(unit.sums)))
         for total in unit.sums:
-            addition = _build_op(unit, ADD, total.name, total.addition, total.gradients, ())
-            after.setdefault(_find_last(graph, total.gradients), []).append(replace(addition, mutates=(len(tensors),)))
             tensors.append(Tensor(len(tensors), total.name, total.size_bytes, (), Kind.BUFFER))
+            addition = _build_op(unit, ADD, total.name, total.addition, total.gradients, (len(tensors),))
+            after.setdefault(_find_last(graph, total.gradients), []).append(replace(addition, mutates=(len(tensors) - 1,)))
+            tensors.append(Tensor(len(tensors), f"{total.name}.added", 0, (), Kind.ACTIVATION))
         if unit.reduction is not None:
             reduced.append(len(tensors))
             reduction = _build_op(unit, REDUCE, unit.name, unit.reduction, sums or unit.gradients, (len(tensors),))

@@ -6,7 +6,9 @@ import pytest
 
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Kind, Phase
-from graphs.options.gather import ADD, GATHER, REDUCE, InsertedUnits, Shard, Sum, Unit, insert_units
+from graphs.options.gather import ADD, GATHER, OVERLAP, REDUCE, InsertedUnits, Shard, Sum, Unit, insert_units
+from graphs.options.surroundings import Surroundings
+from graphs.options.transfers import find_transfers
 from graphs.schedule import Compute, Free, Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
@@ -85,10 +87,10 @@ def test_gradients_are_added_to_sums_as_soon_as_they_are_there(reduces: bool) ->
     order = ["b_backward", "second.sum.add", *kept[:1], "a_backward", "first.sum.add", *kept[1:]]
     assert [op.name for op in backward] == order
     assert all(not op.recomputable for op in backward if op.target in (ADD, REDUCE))
-    assert [graph.tensors[t].name for op in backward if op.target == REDUCE for t in op.inputs] == [
-        "second.sum",
-        "first.sum",
-    ][: len(kept)]
+    read = [name for unit in ("second", "first") for name in (f"{unit}.sum", f"{unit}.sum.added")]
+    assert [graph.tensors[t].name for op in backward if op.target == REDUCE for t in op.inputs] == read[: 2 * len(kept)]
+    transfers = find_transfers(OVERLAP.apply(graph, Surroundings()))
+    assert all(transfers[op.id].may_be_early is (op.target == GATHER) for op in graph.ops if op.id in transfers)
     assert graph.static_bytes_by_kind[Kind.BUFFER] == 2 * WHOLE
     assert len(graph.kept) == len(kept)
 

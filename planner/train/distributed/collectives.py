@@ -248,10 +248,10 @@ class Addition:
     packed: tuple[Packed]
     dtype: torch.dtype
 
-    def __call__(self, given: Sequence[torch.Tensor]) -> None:
-        """Add the gradient to the sum."""
+    def __call__(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Add the gradient to the sum; return a tensor without elements, which readers of the sum wait for."""
         total, gradient = given
-        total.add_(gradient)
+        return total.add_(gradient).new_empty(0)
 
     def build_inputs(self, device: torch.device) -> list[torch.Tensor]:
         """Return tensors to call it with."""

@@ -153,9 +153,9 @@ def _extend_program(program: Program, units: Sequence[_PlacedUnit], inserted: In
         _, reduction, additions = first
         values = list(unit.trained.values())
         for i, (op, (name, addition)) in enumerate(zip(additions, unit.additions.items(), strict=True)):
-            (total,) = ops[op].mutates
+            (total,), (done,) = ops[op].mutates, ops[op].outputs
             sources.append(Source(total, Kind.CONSTANT, name))
-            added[op] = call_of(Call(addition, ([Ref(total), values[i]],)), [])
+            added[op] = call_of(Call(addition, ([Ref(total), values[i]],)), [(done, ())])
             values[i] = Ref(total)
         gradients |= dict.fromkeys(unit.trained)
         if reduction is not None and unit.reduction is not None:

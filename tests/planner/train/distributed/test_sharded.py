@@ -243,13 +243,20 @@ def check_comparison(rank: int) -> None:
     assert step.plan.eager.first_op is None
 
 
-def check_sums(rank: int, *, model: dict[str, Any] | None = None, together: bool = True, **options: Any) -> None:
+def check_sums(
+    rank: int,
+    *,
+    model: dict[str, Any] | None = None,
+    together: bool = True,
+    settings: dict[str, Any] = SETTINGS,
+    **options: Any,
+) -> None:
     """Whole gradients of two batches are summed, in all units if `together`, and reduced with a third: by a plan for each."""
     torch.manual_seed(0)
     net = Net(**(model or {}))
     x, y = make_batch(rank, net.embedding.num_embeddings)
     eager, planned = (shard(copy.deepcopy(net), **options) for _ in range(2))
-    step = planner.compile(planned, compute_loss, (x, y), budget="1GB", **SETTINGS)
+    step = planner.compile(planned, compute_loss, (x, y), budget="1GB", **settings)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (eager, planned)]
     for turn in range(5):
         for batch in range(3):
@@ -583,7 +590,8 @@ def test_two_processes_sum_whole_gradients_as_fsdp2(tmp_path: Path) -> None:
 def test_sums_of_whole_gradients_in_half_precision_and_of_some_units(tmp_path: Path) -> None:
     policies = (partial(check_sums, policy={"mp_policy": policy}) for policy in (HALF, CAST, SIXTEEN))
     tied = partial(check_sums, model={"tied": True, "frozen": True})
-    on_processes(2, (*policies, tied, partial(check_sums, together=False)), tmp_path)
+    overlapped = partial(check_sums, settings=OVERLAP)
+    on_processes(2, (*policies, tied, partial(check_sums, together=False), overlapped), tmp_path)
 
 
 @pytest.mark.slow

@@ -17,6 +17,6 @@ def describe_saved(peak_bytes: int, keep_everything_peak_bytes: int, overhead: f
     elif gap < 5e-5:
         proof = " (proved optimal)"
     else:
-        proof = f" (proved within {100 * gap:.2g}%)"
+        proof = f" (proved within {100 * gap:{'.2g' if gap < 0.99 else '.0f'}}%)"
     memory = f"{format_bytes(peak_bytes)} of {format_bytes(keep_everything_peak_bytes)}"
     return f"planned: {memory}, predicted {describe_slower('keeping everything', overhead)}{proof}"

@@ -142,7 +142,7 @@ class PlanRecord:
             f"{peaks}, {measured} (keeping everything: {whole})",
             *(() if self.reserved is None else (f"{name} {value}" for name, value in self.reserved.list_lines())),
             f"step time {self._step_time()}, {self.status}, {self.proof}",
-            "" if self.ended is None or self.status in SOLVED else f"solved for {self.seconds:.3g} s: {self.ending}",
+            "" if self.ended is None or self.status in SOLVED else f"solved for {format_seconds(self.seconds)}: {self.ending}",
             "" if self.eager is None else str(self.eager),
             f"allowed to differ by {'; '.join(self.differs)}" if self.differs else "",
             f"host-bound: {self.host_bound}" if self.host_bound else "",

@@ -53,6 +53,7 @@ def test_the_summary_is_one_line() -> None:
     assert line == "planned: 8.00 GB of 14.20 GB, predicted 6.1% slower than keeping everything (proved within 0.4%)"
     assert describe_saved(8, 14, 0.1234, None) == "planned: 8 B of 14 B, predicted 12.3% slower than keeping everything"
     assert describe_saved(8, 14, 0.1, 0.00049).endswith("(proved within 0.049%)")
+    assert describe_saved(8, 14, 0.1, 1.9).endswith("(proved within 190%)")
     assert describe_saved(8, 14, 0.1, 0.0).endswith("(proved optimal)")
 
 

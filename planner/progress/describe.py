@@ -1,7 +1,7 @@
 """Progress as one line of text."""
 
 from graphs.units import format_ratio
-from planner.progress.stages import Progress, Stage
+from planner.progress.stages import Event, Progress, Stage
 
 
 def describe(progress: Progress) -> str:
@@ -15,7 +15,7 @@ def describe(progress: Progress) -> str:
             parts.append(f"bound {_format_overhead(progress.bound_s, progress.base_s)}")
         if progress.gap is not None:
             parts.append(f"gap {format_ratio(progress.gap)}")
-    elif progress.fraction is not None:
+    elif progress.fraction is not None and progress.event != Event.END:  # what is left belongs to the next stages
         parts.append(f"{100 * progress.fraction:.0f}%")
     if progress.left_s is not None and progress.left_s >= 1:
         parts.append(f"about {progress.left_s:.0f} s left")

@@ -24,6 +24,7 @@ _PATTERNS = (
         r"___check_obj_id\((?P<source>.+), \d+\), type=<class '(?P<planned>.+)'>",
         "{name} was another {planned} when the step was planned, and is {now} now",
     ),
+    (r"KeyError on (?P<source>.+)", "{name} was removed, or replaced by another kind of value, since the step was planned"),
     (r"not (?P<source>.+)\.(?P<planned>_\w*hooks\w*)", "hooks of {name} were added since the step was planned"),
     (
         r"len\((?P<source>.+)\.(?P<planned>_\w*hooks\w*)\) != .*",

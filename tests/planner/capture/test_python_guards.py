@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import planner
 from benchmarks.models.parts import FunctionModule
@@ -103,6 +104,7 @@ CHANGES = {
     "eval": (lambda m, b: m.eval(), r"training was True .* and is False now \(train\(\) or eval\(\) was called\)"),
     "frozen": (lambda m, b: m.first.bias.requires_grad_(False), r"model.first.bias.requires_grad was True .* is False now"),
     "a forward of its own": (lambda m, b: setattr(m.first, "forward", lambda x: x), "model.first.forward was set"),
+    "pruned": (lambda m, b: prune.random_unstructured(m.first, "weight", 0.5), "model.first.weight was removed, or replaced"),
     "another tensor": (lambda m, b: setattr(m, "scale", torch.zeros(4)), r"model.scale is another tensor .*\(model.scale.copy_"),
     "another global tensor": (lambda m, b: globals().__setitem__("WEIGHTS", torch.zeros(4)), "WEIGHTS is another tensor"),
     "no tensor any more": (lambda m, b: globals().__setitem__("WEIGHTS", [0.5]), r"WEIGHTS was a tensor .* and is \[0.5\] now"),

@@ -30,6 +30,7 @@ def progress(**given: Any) -> Progress:
         ({}, "measuring ops"),
         ({"fraction": 0.4267, "left_s": 12.4}, "measuring ops, 43%, about 12 s left"),
         ({"fraction": 1.0, "left_s": 0.4}, "measuring ops, 100%"),
+        ({"event": "end", "fraction": 1.0, "left_s": 14.0}, "measuring ops, about 14 s left"),
         ({"stage": Stage.SOLVE, "fraction": 0.3, "base_s": 2.0}, "measuring ops, best so far none yet"),
         ({"stage": Stage.SOLVE, "fraction": 0.3}, "measuring ops, 30%"),
     ],

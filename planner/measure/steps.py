@@ -22,7 +22,7 @@ from planner.plans.eager import Difference
 from planner.runtime.allocator import measure_memory_rise
 from planner.runtime.arena_allocator import keep_idle_pages
 from planner.runtime.libraries import warm_up_libraries
-from planner.torch_private.core import get_local_tensor, pytree
+from planner.torch_private.core import enter_autocast_anew, get_local_tensor, pytree
 
 # step(*batch) or step(**batch) -> loss, a tuple that begins with the loss, or a dict with a "loss"
 Step = Callable[..., Any]
@@ -198,7 +198,8 @@ class Isolated:
     def _run(self) -> tuple[Any, dict[str, torch.Tensor | None]]:
         # New containers: a step may pop items from them.
         args, kwargs = pytree.tree_map(lambda leaf: leaf, (self._args, self._kwargs))
-        returned = self._step(*args, **kwargs)
+        with enter_autocast_anew():
+            returned = self._step(*args, **kwargs)
         loss = get_loss(returned)
         if self._ends is None:
             reached, nested = _find_ends(loss)
@@ -231,7 +232,8 @@ def run_both(step: "Step | Isolated", batch: Batch) -> object:
     """Run one forward and backward pass; return an object that keeps all results alive."""
     if isinstance(step, Isolated):
         return step.run()
-    returned = call(step, batch)
+    with enter_autocast_anew():
+        returned = call(step, batch)
     loss = get_loss(returned)
     with torch.autocast(loss.device.type, enabled=False):
         loss.backward()

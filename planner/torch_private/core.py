@@ -280,14 +280,15 @@ def keep_autocast_cache() -> Iterator[None]:
     cache takes leaves only. To make a parameter functional, PyTorch adds a node to it that is never used: it is removed again.
     """
     with (
-        wrap(_proxy_tensor, "disable_autocast_cache", _clear_autocast_cache),
+        patch.object(_proxy_tensor, "disable_autocast_cache", enter_autocast_anew),
         wrap(FunctionalTensor, "to_functional", _make_functional_leaf),
     ):
         yield
 
 
 @contextmanager
-def _clear_autocast_cache(_: object) -> Iterator[None]:
+def enter_autocast_anew() -> Iterator[None]:
+    """Cast weights inside, and let go of these casts, as training loops do: they leave autocast before the backward pass."""
     torch.clear_autocast_cache()
     try:
         yield

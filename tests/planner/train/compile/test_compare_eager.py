@@ -52,6 +52,15 @@ def test_eager_peak_equals_its_allocated_memory() -> None:
     assert 2 * parameters + 2 * kept <= found.peak_bytes <= 2 * parameters + 6 * kept
 
 
+def test_eager_casts_its_weights_in_each_step_under_autocast() -> None:
+    """A cast that is still there from an earlier step would lower eager PyTorch's peak and time."""
+    width = 512
+    model = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step = compiled(Workload(model, F.mse_loss, (torch.randn(1024, width), torch.randn(1024, 1))))
+    assert step.plan.eager.peak_bytes >= step.plan.measured_peak_bytes
+
+
 def test_compare_eager_false_skips_the_comparison() -> None:
     step = compiled(plain(), compare_eager=False)
     assert step.plan.eager is None

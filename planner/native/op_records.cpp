@@ -142,10 +142,23 @@ class Slot {
 
 // The attributes of planner.train.eager.sizes.KnownOp.
 struct KnownClass {
-  explicit KnownClass(py::handle type)
-      : guessed(type, "guessed"), measurements(type, "measurements"), needs_block(type, "needs_block"), number(type, "number"), out_bytes(type, "out_bytes"),
+  explicit KnownClass(const py::object& type)
+      : example(type(0)), guessed(type, "guessed"), measurements(type, "measurements"), needs_block(type, "needs_block"), number(type, "number"), out_bytes(type, "out_bytes"),
         seconds(type, "seconds"), workspace_bytes(type, "workspace_bytes") {}
 
+  // Returns the facts about a signature of which only these are known.
+  py::object make(py::object size_bytes, py::object signature) const {
+    auto* type = Py_TYPE(example.ptr());
+    auto made = steal(type->tp_alloc(type, 0));
+    for (const auto* slot : {&guessed, &measurements, &needs_block, &seconds, &workspace_bytes}) {
+      slot->set(made, borrow(slot->in(example)));
+    }
+    out_bytes.set(made, std::move(size_bytes));
+    number.set(made, std::move(signature));
+    return made;
+  }
+
+  py::object example;
   Slot guessed, measurements, needs_block, number, out_bytes, seconds, workspace_bytes;
 };
 
@@ -155,7 +168,7 @@ struct KeyHash {
   }
 };
 
-constexpr size_t kMostPatterns = 1 << 14;
+constexpr size_t kMostPatterns = 1 << 13; // of a generation: those that were not used for a whole one are dropped
 
 void drop_saved_tensor(PyObject* self) {
   auto& saved = *reinterpret_cast<SavedTensor*>(self);
@@ -169,7 +182,7 @@ void drop_saved_tensor(PyObject* self) {
   }
   Py_XDECREF(saved.leaf);
   Py_XDECREF(saved.storage);
-  Py_XDECREF(saved.number);
+  std::destroy_at(&saved.alias);
   std::destroy_at(&saved.records);
   auto* type = Py_TYPE(self);
   type->tp_free(self);
@@ -217,7 +230,6 @@ class Records final : public OpRecords {
         few_ops_(parts[8].cast<int64_t>()),
         measurements_(parts[9].cast<int64_t>()),
         get_kernel_settings_(parts[10]),
-        new_known_(parts[3]),
         budget_device_(reinterpret_cast<THPDevice*>(sizes_.attr("device").ptr())->device),
         times_each_(costs_.attr("times_each").cast<bool>()) {}
 
@@ -271,13 +283,12 @@ class Records final : public OpRecords {
 
   void release(SavedTensor& saved) override {
     const auto storage = borrow(saved.storage);
-    const auto count = storage_of(storage).saved - 1;
-    storage_of(storage).saved = count;
-    remove(aliases_of(storage), saved.number);
-    if (const auto evicted = py::handle(storage_of(storage).evicted_aliases); has(evicted)) {
-      remove(evicted, saved.number);
+    (saved.previous == nullptr ? storage_of(storage).first : saved.previous->next) = saved.next;
+    if (saved.next != nullptr) {
+      saved.next->previous = saved.previous;
     }
-    if (count == 0) {
+    saved.alias.reset();
+    if (--storage_of(storage).saved == 0) {
       remove(saved_, identity_of(storage));
       if (storage_of(storage).evicted) {
         mark_not_evicted.call(memory_, storage);
@@ -341,8 +352,8 @@ class Records final : public OpRecords {
     if (storage_of(storage).address == 0) {
       ledger.note_evicted(id);
     }
-    const bool is_held = has(storage_of(storage).base) || PyDict_GET_SIZE(aliases_of(storage)) > 0;
-    const bool is_barred = storage_of(storage).pinned || !is_held;
+    const bool is_held = has(storage_of(storage).base) || (storage_of(storage).saved > 0 && storage_of(storage).address != 0);
+    const bool is_barred = storage_of(storage).pinned || !is_held; // else `TrackedStorage.is_owned`
     storage_of(storage).barred = is_barred;
     if (is_barred) {
       ledger.pin(id);
@@ -461,7 +472,10 @@ class Records final : public OpRecords {
       return found->second;
     }
     if (patterns_.size() >= kMostPatterns) {
-      patterns_.clear();
+      older_patterns_ = std::exchange(patterns_, {});
+    }
+    if (auto older = older_patterns_.extract(called.key)) {
+      return patterns_.insert(std::move(older)).position->second;
     }
     return patterns_.emplace(called.key, build_pattern(called)).first->second;
   }
@@ -507,22 +521,24 @@ class Records final : public OpRecords {
     auto fields = new_fields(std::move(pattern));
     const bool has_replay = !called.updates_statistics || called.facts.replay != OperatorFacts::kNoReplay;
     fields.recordable = repeatable.of(fields.pattern->operator_).ptr() == Py_True && has_replay;
-    if (!called.sized_by_data) {
-      fields.known = learn_sizes(called, fields.pattern->operator_);
-    }
+    fields.known = called.sized_by_data ? known_.make(number(0), number(0)) : learn_sizes(called, fields.pattern->operator_);
     return fields;
   }
 
   // Returns the record of an op with arguments that no record can have, or that rebinds a tensor: it is not executed again.
   OpFields build_unusual(const CalledOp& called) {
     auto fields = new_fields(std::make_shared<OpPattern>(new_pattern(called)));
-    fields.known = new_known_(0);
+    fields.known = known_.make(number(0), number(0));
     return fields;
   }
 
   OpPattern new_pattern(const CalledOp& called) {
     const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
-    return {operator_, get_kernel_settings_(), called.handle, {}, {}, at::GradMode::is_enabled()};
+    if (constexpr size_t count = 5; !settings_ || !std::equal(called.key.begin(), called.key.begin() + count, settings_key_.begin())) {
+      settings_key_.assign(called.key.begin(), called.key.begin() + count);
+      settings_ = get_kernel_settings_();
+    }
+    return {operator_, settings_, called.handle, {}, {}, at::GradMode::is_enabled()};
   }
 
   static OpFields new_fields(std::shared_ptr<const OpPattern> pattern) {
@@ -533,16 +549,14 @@ class Records final : public OpRecords {
   // Returns the facts about a new signature.
   py::object learn_sizes(const CalledOp& called, const py::object& operator_) {
     const auto hash = number(static_cast<int64_t>(KeyHash()(called.key) >> 2 | 1));
-    auto known = recall.call(sizes_, hash);
-    if (known.is_none()) {
-      const bool has_rule = called.facts.may_guess == 0 && called.facts.resizes_out == 0;
-      const auto size_bytes = has_rule ? count_bytes_of(called) : std::nullopt;
-      if (size_bytes.has_value()) {
-        known = remember.call(sizes_, hash, new_known_(*size_bytes, py::arg("number") = hash));
-      } else {
-        const auto [args, kwargs] = to_python(called);
-        known = learn_sizes_of.call(recorder_, hash, function.of(operator_), args, kwargs);
-      }
+    const bool has_rule = called.facts.may_guess == 0 && called.facts.resizes_out == 0;
+    const auto size_bytes = has_rule ? count_bytes_of(called) : std::nullopt;
+    py::object known;
+    if (size_bytes.has_value()) {
+      known = known_.make(number(*size_bytes), hash);
+    } else {
+      const auto [args, kwargs] = to_python(called);
+      known = learn_sizes_of.call(recorder_, hash, function.of(operator_), args, kwargs);
     }
     if (!times_each_) {
       int64_t read_bytes = 0;
@@ -659,18 +673,23 @@ class Records final : public OpRecords {
     const bool is_pinned = storage_of(storage).pinned;
     const bool is_held = reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass ||
         (tensor.is_leaf() && (tensor.requires_grad() || is_pinned));
-    const auto packed = packs.of(sources_);
     auto made = steal(saved_tensor_type()->tp_alloc(saved_tensor_type(), 0));
     auto& saved = *reinterpret_cast<SavedTensor*>(made.ptr());
     std::construct_at(&saved.records);
+    std::construct_at(&saved.alias);
+    saved.alias = make_alias(tensor);
     saved.leaf = is_held ? Py_NewRef(object) : nullptr;
     saved.storage = Py_NewRef(storage.ptr());
-    saved.number = Py_NewRef(packed.ptr());
     saved.version = version_of(tensor);
-    check(PyDict_SetItem(aliases_of(storage), packed.ptr(), steal(THPVariable_Wrap(make_alias(tensor))).ptr()));
-    check(PyDict_SetItem(saved_.ptr(), identity_of(storage).ptr(), storage.ptr()));
+    packs.add(sources_, 1);
+    if (storage_of(storage).saved == 0) {
+      check(PyDict_SetItem(saved_.ptr(), identity_of(storage).ptr(), storage.ptr()));
+    }
     const auto count = ++storage_of(storage).saved;
-    packs.set(sources_, number(to_int(packed) + 1));
+    saved.next = std::exchange(storage_of(storage).first, &saved);
+    if (saved.next != nullptr) {
+      saved.next->previous = &saved;
+    }
     saved.records = self; // from now on it is released
     if (!is_pinned && storage_of(storage).checked != to_int(overwrites.of(memory_))) {
       pin_if_lost.call(sources_, storage);
@@ -688,19 +707,14 @@ class Records final : public OpRecords {
       log_unpack(log, number(number_of(storage, log, step_number.of(follower_))));
     }
     touch_at(storage, to_double(read_s.of(memory_)));
-    auto* found = saved.leaf;
-    if (found == nullptr) {
-      found = PyDict_GetItemWithError(aliases_of(storage), saved.number);
-      check(found == nullptr && PyErr_Occurred() != nullptr ? -1 : 0);
+    const auto& tensor = saved.leaf == nullptr ? saved.alias : THPVariable_Unpack(saved.leaf);
+    if (const auto version = version_of(tensor); version != saved.version) {
+      raise_overwritten.call(recorder_, steal(THPVariable_Wrap(tensor)), number(saved.version), number(version));
     }
-    auto alias = borrow(found);
-    if (!alias) {
-      alias = restore_saved.call(recorder_, storage, borrow(saved.number), number(saved.version));
-      saved.version = version_of(THPVariable_Unpack(alias.ptr()));
-    } else if (const auto version = version_of(THPVariable_Unpack(found)); version != saved.version) {
-      raise_overwritten.call(recorder_, alias, number(saved.version), number(version));
+    if (saved.leaf == nullptr && storage_of(storage).address == 0) {
+      restore_saved.call(recorder_, storage);
     }
-    return steal(THPVariable_Wrap(make_alias(THPVariable_Unpack(alias.ptr()))));
+    return steal(THPVariable_Wrap(make_alias(tensor)));
   }
 
   static bool has(py::handle value) {
@@ -758,7 +772,7 @@ class Records final : public OpRecords {
     const auto operator_ = op.pattern->operator_;
     if (called.sized_by_data && !called.unusual) {
       const auto [args, kwargs] = to_python(called);
-      op.known = bound_sizes.call(recorder_, operator_, args, kwargs);
+      known_.out_bytes.set(op.known, bound_bytes.call(recorder_, operator_, args, kwargs));
     }
     const auto& known = op.known;
     for (const auto& tensor : called.inputs) {
@@ -989,7 +1003,13 @@ class Records final : public OpRecords {
       }
     }
     if (taken_bytes >= 0) {
-      record_measured.call(recorder_, object, number(made_bytes), number(taken_bytes));
+      const auto before = known_.guessed.in(known) == Py_True ? 0 : to_int(known_.workspace_bytes.of(known));
+      const auto workspace = taken_bytes - made_bytes;
+      known_.workspace_bytes.set(known, number(std::max(before, workspace)));
+      known_.guessed.set(known, boolean(false));
+      if (!times_each_) {
+        note.call(costs_, object, number(made_bytes), number(workspace));
+      }
     }
     op.room_bytes = made_bytes + to_int(known_.workspace_bytes.of(known));
     known_.out_bytes.set(known, number(made_bytes));
@@ -1011,7 +1031,9 @@ class Records final : public OpRecords {
     }
     for (auto storage : written) {
       begin_version(storage);
-      pin.call(sources_, storage);
+      if (!storage_of(storage).pinned) {
+        pin.call(sources_, storage);
+      }
     }
     if (!called.updates_statistics && makes_outputs) {
       op.recordable = false;
@@ -1037,7 +1059,7 @@ class Records final : public OpRecords {
     write.room_bytes = to_int(known_.workspace_bytes.of(op.known)) + (resizes_out ? 0 : to_int(known_.out_bytes.of(op.known)));
     write.in_place = true;
     write.made.emplace_back(0, steal(PyWeakref_NewRef(storage.ptr(), nullptr)));
-    record_write.call(sources_, storage);
+    packs.add(sources_, 1);
     count_op(object);
     return object;
   }
@@ -1157,18 +1179,17 @@ class Records final : public OpRecords {
   }
 
   const Name acquire{"acquire"}, add_of_memory{"add"}, allow{"allow"}, append{"append"}, begin_saving{"begin_saving"}, begin_step_of{"begin_step"},
-      between_peak_bytes{"between_peak_bytes"}, bound_sizes{"bound_sizes"}, budget_bytes{"budget_bytes"}, by_id{"_by_id"},
+      between_peak_bytes{"between_peak_bytes"}, bound_bytes{"bound_bytes"}, budget_bytes{"budget_bytes"}, by_id{"_by_id"},
       chains{"chains"}, check_memory{"check_memory"}, check_plan{"check_plan"}, clock_s{"clock_s"},
       copy_before_writes_{"copy_before_writes"}, count_bytes{"count_bytes"}, draws{"draws"}, dropped_{"_dropped"}, eager_peak_bytes{"eager_peak_bytes"}, end{"end"}, estimate{"estimate"},
       evict_after{"evict_after"}, evicted_bytes{"evicted_bytes"}, extra_bytes{"extra_bytes"}, find_block{"find_block"}, find_made{"find_made"},
       following{"_following"}, forget{"forget"}, function{"function"}, heuristic_{"heuristic"}, host_reads{"host_reads"}, is_closed{"is_closed"},
       keeps_random{"keeps_random"}, kept_ops{"kept_ops"}, learn_sizes_of{"learn_sizes"}, ledger_{"ledger"}, live_bytes{"live_bytes"}, log_{"log"},
       made_bytes_{"made_bytes"}, make_room{"make_room"}, make_room_for{"make_room"}, mark_not_evicted{"mark_not_evicted"},
-      module_number{"module"}, note_gone{"note_gone"}, now{"now"}, only_saved_in_log{"only_saved"}, ops{"ops"},
+      module_number{"module"}, note{"note"}, note_gone{"note_gone"}, now{"now"}, only_saved_in_log{"only_saved"}, ops{"ops"},
       overwrites{"overwrites"}, packs{"packs"}, peak_bytes{"peak_bytes"}, pending{"pending"}, pin{"pin"},
       pin_if_lost{"pin_if_lost"}, pop_left{"popleft"}, raise_overwritten{"raise_overwritten"}, random{"random"}, read_s{"read_s"},
-      recall{"recall"}, record_measured{"record_measured"}, record_write{"record_write"}, recorded{"recorded"}, recover_{"recover"},
-      released_in_log{"released"}, remember{"remember"}, repeatable{"repeatable"}, restore_saved{"restore_saved"},
+      recorded{"recorded"}, recover_{"recover"}, released_in_log{"released"}, repeatable{"repeatable"}, restore_saved{"restore_saved"},
       sizes_bytes{"sizes_bytes"}, start{"start"}, step_number{"number"}, step_ops{"step_ops"}, stop{"stop"},
       storages{"_storages"}, structures{"structures"}, unlock{"release"}, unpacked_in_log{"unpacked"}, update_size{"update_size"};
 
@@ -1181,11 +1202,13 @@ class Records final : public OpRecords {
   const py::object lock_of_draws_, get_random_state_, ledger_watch_type_;
   const Slot ledger_watch_id_;
   const int64_t few_ops_, measurements_;
-  const py::object get_kernel_settings_, new_known_;
+  const py::object get_kernel_settings_;
+  Key settings_key_; // of the settings that were asked for last
+  py::object settings_;
   const c10::Device budget_device_;
   const bool times_each_; // ops are done when they return
   std::vector<std::pair<c10::Device, py::object>> devices_;
-  std::unordered_map<Key, OpFields, KeyHash> patterns_; // records of ops, without their storages
+  std::unordered_map<Key, OpFields, KeyHash> patterns_, older_patterns_; // records of ops, without their storages
 };
 
 } // namespace

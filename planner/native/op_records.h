@@ -116,8 +116,9 @@ struct SavedTensor {
   std::shared_ptr<OpRecords> records;
   PyObject* leaf; // the tensor itself, if it is a leaf or a parameter that is not evicted; else null
   PyObject* storage;
-  PyObject* number; // of its alias among those of the storage
   int64_t version; // autograd's version counter when it was saved
+  at::Tensor alias; // keeps the storage in memory; on no memory while it is evicted
+  SavedTensor *next, *previous; // of its storage
 };
 
 // Returns the handle that an object is; null if it is none.

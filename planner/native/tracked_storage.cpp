@@ -2,6 +2,12 @@
 
 #include "tracked_storage.h"
 
+#include "op_records.h"
+
+#include <c10/core/Storage.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
 namespace {
 
 namespace py = pybind11;
@@ -11,11 +17,7 @@ PyTypeObject* storage_type = nullptr; // never freed
 
 // What may lead back to a storage.
 constexpr PyObject* TrackedStorage::* kTraversed[] = {
-    &TrackedStorage::base,
-    &TrackedStorage::evicted_aliases,
-    &TrackedStorage::snapshots,
-    &TrackedStorage::chain,
-    &TrackedStorage::aliases};
+    &TrackedStorage::base, &TrackedStorage::snapshots, &TrackedStorage::chain};
 
 int visit_fields(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
@@ -61,13 +63,25 @@ PyObject* get_chain(PyObject* self, void*) {
   return Py_XNewRef(chain_of(self));
 }
 
-PyObject* get_aliases(PyObject* self, void*) {
-  return Py_XNewRef(aliases_of(self));
-}
-
 int set_chain(PyObject* self, PyObject* value, void*) {
   Py_XSETREF(storage_of(self).chain, Py_XNewRef(value));
   return 0;
+}
+
+PyObject* move_aliases(PyObject* self, PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  for (auto* saved = storage_of(self).first; saved != nullptr; saved = saved->next) {
+    const auto device = saved->alias.device();
+    auto none = [&] { return c10::Storage(c10::Storage::use_byte_size_t(), 0, at::DataPtr(nullptr, device), nullptr, false); };
+    saved->alias.unsafeGetTensorImpl()->set_storage_keep_dtype(tensor == Py_None ? none() : THPVariable_Unpack(tensor).storage());
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* find_alias(PyObject* self, PyObject*) {
+  const auto& storage = storage_of(self);
+  return storage.first == nullptr || storage.address == 0 ? Py_NewRef(Py_None) : THPVariable_Wrap(storage.first->alias);
 }
 
 template <typename Field>
@@ -94,11 +108,6 @@ PyObject* chain_of(py::handle storage) {
   return chain != nullptr ? chain : chain = PyList_New(0);
 }
 
-PyObject* aliases_of(py::handle storage) {
-  auto*& aliases = storage_of(storage).aliases;
-  return aliases != nullptr ? aliases : aliases = PyDict_New();
-}
-
 extern "C" {
 
 // Returns the type of storages, with the methods of a Python class.
@@ -120,18 +129,19 @@ PyObject* eager_storage_type(PyObject* methods) {
       describe("device", T_OBJECT, &TrackedStorage::device),
       describe("watch", T_OBJECT, &TrackedStorage::watch),
       describe("base", T_OBJECT, &TrackedStorage::base),
-      describe("evicted_aliases", T_OBJECT, &TrackedStorage::evicted_aliases),
       describe("snapshots", T_OBJECT, &TrackedStorage::snapshots),
       describe("ledger_id", T_OBJECT, &TrackedStorage::ledger_id),
       {}};
-  static PyGetSetDef made[] = {
-      {"chain", &get_chain, &set_chain, nullptr, nullptr}, {"aliases", &get_aliases, nullptr, nullptr, nullptr}, {}};
+  static PyGetSetDef made[] = {{"chain", &get_chain, &set_chain, nullptr, nullptr}, {}};
+  static PyMethodDef functions[] = {
+      {"move_aliases", &move_aliases, METH_O, nullptr}, {"find_alias", &find_alias, METH_NOARGS, nullptr}, {}};
   static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&drop_storage)},
                                 {Py_tp_traverse, reinterpret_cast<void*>(&visit_fields)},
                                 {Py_tp_clear, reinterpret_cast<void*>(&clear_fields)},
                                 {Py_tp_new, reinterpret_cast<void*>(&create_storage)},
                                 {Py_tp_getset, made},
                                 {Py_tp_members, members},
+                                {Py_tp_methods, functions},
                                 {0, nullptr}};
   static PyType_Spec spec = {"planner.native.TrackedStorage", sizeof(TrackedStorage), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
   if (storage_type == nullptr) {

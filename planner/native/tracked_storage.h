@@ -11,8 +11,9 @@ struct TrackedStorage {
   long long size_bytes, version, address, saved, last_read, checked, step, number;
   double touched_s;
   bool pinned, barred, evicted;
-  PyObject *device, *watch, *base, *evicted_aliases, *snapshots, *ledger_id; // None or null if there is none
-  PyObject *chain, *aliases; // null if there are none
+  PyObject *device, *watch, *base, *snapshots, *ledger_id; // None or null if there is none
+  PyObject* chain; // null if there is none
+  struct SavedTensor* first; // of a list
 };
 
 inline TrackedStorage& storage_of(pybind11::handle object) {
@@ -21,6 +22,4 @@ inline TrackedStorage& storage_of(pybind11::handle object) {
 
 pybind11::object new_tracked_storage(int64_t size_bytes, pybind11::handle device, bool pinned);
 
-// Returns the chain of a storage, and the aliases of its saved tensors.
 PyObject* chain_of(pybind11::handle storage);
-PyObject* aliases_of(pybind11::handle storage);

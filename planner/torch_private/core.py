@@ -118,8 +118,6 @@ storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # ty
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 # A detached alias of a tensor, with its version counter, which no dispatch mode sees.
 make_subclass = torch.Tensor._make_subclass
-# A view that reads its tensor with the other sign.
-neg_view = torch._neg_view
 # Copies many tensors by few kernels.
 foreach_copy_ = torch._foreach_copy_
 # Reads the numbers in a mask, which no graph can do.

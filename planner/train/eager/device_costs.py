@@ -54,18 +54,6 @@ class OpCosts(ABC):
 
     times_each: bool
 
-    def note(self, op: RecordedOp, made_bytes: int, workspace_bytes: int) -> None:
-        """Note what an op has taken that was measured, and the bytes that it has made, where other sizes are estimated."""
-        return
-
-    def estimate(self, operator: Operator, known: KnownOp, read_bytes: int) -> int:
-        """Estimate what an op of a new signature takes that reads `read_bytes`, if it takes long to measure it.
-
-        Return the most workspace that the operator has taken so far, by which the peak is estimated: what grows with the sizes is
-        an upper bound.
-        """
-        return 0
-
     @abstractmethod
     def get_in_use_bytes(self) -> int:
         """Return the bytes in use on the device, including workspaces that libraries keep; 0 if that is not known."""
@@ -201,7 +189,11 @@ class DeviceCosts(OpCosts):
             measured.workspace_bytes, measured.workspace_of_bytes = workspace_bytes, max(moved_bytes, 1)
 
     def estimate(self, operator: Operator, known: KnownOp, read_bytes: int) -> int:
-        """Estimate what an op of a new signature takes that reads `read_bytes`, so that the host need not wait for it."""
+        """Estimate what an op of a new signature takes that reads `read_bytes`, so that the host need not wait for it.
+
+        Return the most workspace that the operator has taken so far, by which the peak is estimated: what grows with the sizes is
+        an upper bound.
+        """
         measured = self._measured[operator.name]
         if known.measurements or known.needs_block or measured.executions < _ENOUGH:
             return 0

@@ -20,7 +20,7 @@ from graphs.units import format_bytes, format_enough
 from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import storage_address, storage_use_count
 from planner.train.eager.sizes import OutputSizes
-from planner.train.eager.storages import Geometry, LedgerWatch, RecordedOp, StorageWatch, TrackedStorage, make_alias
+from planner.train.eager.storages import LedgerWatch, RecordedOp, StorageWatch, TrackedStorage, make_alias
 from solvers.online.ledger import Ledger
 
 # Storages in use are pinned in the ledger; before each search for a victim a few of them are checked again.
@@ -167,6 +167,7 @@ class Memory:
         """Record that `storage` is resident again, as the storage of `tensor`; the runtime keeps it."""
         self.mark_not_evicted(storage)
         storage.base = make_alias(tensor)
+        storage.move_aliases(tensor)
         self.add(tensor, storage, visible=storage.saved > 0)
         if storage.ledger_id is not None and self.ledger is not None:
             self.ledger.note_computed(storage.ledger_id)
@@ -272,7 +273,7 @@ class Memory:
 
     def _is_held_elsewhere(self, storage: TrackedStorage) -> bool:
         uses, references = _count_holders(storage.address, storage.watch)
-        return uses > self._unheld[0] + len(storage.aliases) + (storage.base is not None) or references > self._unheld[1]
+        return uses > self._unheld[0] + storage.saved + (storage.base is not None) or references > self._unheld[1]
 
     def _ask_again(self, ledger_id: int) -> None:
         storage = self._in_use.pop(ledger_id)
@@ -284,15 +285,11 @@ class Memory:
             self.allow(storage)
 
     def _evict(self, storage: TrackedStorage) -> None:
-        if storage.aliases:
-            evicted = storage.evicted_aliases or {}
-            evicted.update({number: (alias._version, Geometry.of(alias)) for number, alias in storage.aliases.items()})
-            storage.evicted_aliases = evicted
         if storage.saved:
             storage.evicted = True
             self.evicted_bytes += storage.size_bytes
         storage.base = None
-        storage.aliases.clear()
+        storage.move_aliases(None)
         self.evictions += 1
         self.settle()
         assert not storage.address, "an evicted storage is still in memory"

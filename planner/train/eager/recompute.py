@@ -293,6 +293,7 @@ class _Rebuild:
         """Free the unfinished result."""
         if self.built is not None and self.version == self.storage.version:
             self.storage.base = None
+            self.storage.move_aliases(None)
         self.built = None
         memory.settle()
 
@@ -311,7 +312,7 @@ def get_resident_tensor(storage: TrackedStorage) -> torch.Tensor | None:
     """Return a tensor on a storage; None if it is not resident."""
     if storage.base is not None:
         return storage.base
-    for alias in storage.aliases.values():
+    if (alias := storage.find_alias()) is not None:
         return alias
     return None if storage.get_storage() is None else view_whole(storage)
 

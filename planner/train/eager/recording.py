@@ -4,7 +4,7 @@ The C++ library executes and records ops (``planner/native/op_records.cpp``), an
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -21,11 +21,10 @@ from planner.train.eager.memory import Memory
 from planner.train.eager.modules import CurrentModule
 from planner.train.eager.operators import Operator
 from planner.train.eager.recompute import Recomputation
-from planner.train.eager.saved_tensors import raise_overwritten, restore_alias
 from planner.train.eager.sizes import KnownOp, OutputSizes, bound_data_dependent_bytes, may_take_free_memory
 from planner.train.eager.sources import Sources
 from planner.train.eager.step_follower import StepFollower
-from planner.train.eager.storages import Geometry, RecordedOp, TrackedStorage
+from planner.train.eager.storages import RecordedOp, TrackedStorage
 
 # Records are dropped when no tensor is saved, but only if there are more of them than this.
 FEW_OPS = 64
@@ -91,17 +90,13 @@ class Recorder:
 
     # Before an op.
 
-    def bound_sizes(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> KnownOp:
-        """Return the facts about an op whose sizes depend on data: at most it makes their ``out_bytes``."""
-        known = self.sizes.get_sized_by_data(operator.name, args)
-        known.out_bytes = bound_data_dependent_bytes(operator.name, args, kwargs)
-        return known
+    def bound_bytes(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+        """Return the most bytes that an op makes whose sizes depend on data."""
+        return bound_data_dependent_bytes(operator.name, args, kwargs)
 
-    def learn_sizes(
-        self, signature: Hashable, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> KnownOp:
-        """Return the facts about an op whose signature was not used in this generation."""
-        known = self.sizes.learn(signature, function, args, kwargs)
+    def learn_sizes(self, number: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> KnownOp:
+        """Return the facts about the ops of a new signature."""
+        known = self.sizes.learn(number, function, args, kwargs)
         known.needs_block = not self.costs.times_each and may_take_free_memory(function)
         return known
 
@@ -175,20 +170,21 @@ class Recorder:
                     if self.memory.find(address) is None:
                         yield position, part
 
-    def record_measured(self, op: RecordedOp, made_bytes: int, taken_bytes: int) -> None:
-        """Record the bytes that a measured op has taken in total, of which `made_bytes` are its outputs'."""
-        op.known.record_workspace(taken_bytes - made_bytes)
-        self.costs.note(op, made_bytes, taken_bytes - made_bytes)
-
     # Saved tensors.
 
-    def restore_saved(self, storage: TrackedStorage, number: int, expected: int) -> torch.Tensor:
-        """Return the alias of a saved tensor that was evicted: see ``saved_tensors``."""
-        return restore_alias(self.recomputation, storage, number, expected)
+    def restore_saved(self, storage: TrackedStorage) -> None:
+        """Recompute an evicted storage of saved tensors."""
+        with self.recomputation.run_own_ops():
+            self.recomputation.recompute(storage)
 
-    def raise_overwritten(self, saved: torch.Tensor | Geometry, expected: int, version: int) -> NoReturn:
-        """Raise the error for a saved tensor that was modified in place: see ``saved_tensors``."""
-        raise_overwritten(saved, expected, version)
+    def raise_overwritten(self, saved: torch.Tensor, expected: int, version: int) -> NoReturn:
+        """Raise the error that plain eager PyTorch raises for a saved tensor that was modified in place."""
+        kind = f"{saved.dtype}".removeprefix("torch.")
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{kind} {list(saved.shape)}] is at version {version}; expected version {expected} instead. "
+            "Hint: torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute its gradient"
+        )
 
     # Steps.
 

@@ -45,6 +45,7 @@ from planner.train.eager.sizes import OutputSizes
 from planner.train.eager.step_follower import StepFollower
 from planner.train.eager.step_log import StepGraph
 from planner.train.eager.step_plans import StepPlans
+from planner.train.eager.storages import TrackedStorage
 from solvers.baselines.dtr import DtrParams
 from solvers.baselines.megengine import MegEngineParams
 from solvers.online.heuristics import MEGENGINE, NAMES
@@ -350,6 +351,8 @@ class Rematerialization:
 def _iterate_tensors(device: torch.device) -> Iterator[torch.Tensor]:
     """Yield the tensors on `device` that Python knows of, and their gradients; none that wrap others, as captures leave some."""
     for value in gc.get_objects():
+        if issubclass(type(value), TrackedStorage):  # of another block, which holds what autograd has saved there
+            value = value.find_alias()
         if issubclass(type(value), torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
             if is_functorch_wrapped(value) or is_functional_tensor(value):
                 continue

@@ -5,7 +5,7 @@ before an op runs, since room has to be made for it; an op whose size depends on
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,6 @@ from planner.train.eager.tensor_arguments import (
     iterate_tensors,
     list_names_of_outs,
 )
-
-Signature = Hashable
 
 
 @dataclass(slots=True)
@@ -46,11 +44,6 @@ class KnownOp:
     needs_block: bool = False
     measurements: int = 0
 
-    def record_workspace(self, workspace_bytes: int) -> None:
-        """Record the bytes that an execution has taken in addition to its outputs."""
-        self.workspace_bytes = max(0 if self.guessed else self.workspace_bytes, workspace_bytes)
-        self.guessed = False
-
 
 # Position of the argument that asks for the inverse; next to it is the one that asks for counts.
 _INVERSE_AT = {
@@ -65,54 +58,20 @@ _INVERSE_AT = {
 class OutputSizes:
     """Sizes by signature: the operator, the shapes and dtypes of its tensors, and its other arguments.
 
-    They are cached in two generations: signatures used in the current generation, and those last used in the one before. So a
-    signature in use costs one look-up, and signatures that were not used for a whole generation are dropped.
+    The C++ library asks once for each, and keeps the answers.
 
     Args:
         device: the device whose memory is counted.
-        generation: number of signatures in a generation.
-
-    Attributes:
-        known: returns the facts about a signature, or None: then call ``learn``.
     """
 
-    def __init__(self, device: torch.device, generation: int = 2**14) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._generation = generation
-        self.recent: dict[Signature, KnownOp] = {}
-        self.older: dict[Signature, KnownOp] = {}
         self._fake: FakeTensorMode | None = None
-        self.known = self.recent.get
 
-    def learn(self, signature: Signature, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> KnownOp:
-        """Return the facts about an op whose signature was not used in this generation."""
-        return self.recall(signature) or self.remember(signature, self._describe_signature(signature, function, args, kwargs))
-
-    def get_sized_by_data(self, name: str, args: Sequence[Any]) -> KnownOp:
-        """Return what is known of an op whose sizes depend on data: the most that it takes in addition to its outputs."""
-        signature = (name, *((tensor.shape, tensor.dtype) for tensor in iterate_tensors(args)))
-        return self.recall(signature) or self.remember(signature, KnownOp(0))
-
-    def recall(self, signature: Signature) -> KnownOp | None:
-        """Return the facts about a signature; None if they are not known or were forgotten."""
-        if (known := self.known(signature)) is None and (known := self.older.pop(signature, None)) is not None:
-            self.remember(signature, known)
-        return known
-
-    def remember(self, signature: Signature, known: KnownOp) -> KnownOp:
-        """Remember the facts about a signature, and return them."""
-        if len(self.recent) == self._generation:
-            self.older, self.recent = self.recent, {}
-            self.known = self.recent.get
-        self.recent[signature] = known
-        return known
-
-    def _describe_signature(
-        self, signature: Signature, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> KnownOp:
-        """Return the facts about a new signature: the bytes that the op will allocate."""
+    def learn(self, number: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> KnownOp:
+        """Return the facts about the ops of a signature: the bytes that they will allocate."""
         size_bytes = self.count_out_bytes(function, args, kwargs)
-        known = KnownOp(size_bytes, number=hash(signature) or 1)
+        known = KnownOp(size_bytes, number=number)
         if guess := self.guess_bytes(function, args, kwargs, size_bytes):
             known.workspace_bytes, known.guessed = guess, True
         return known

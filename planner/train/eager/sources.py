@@ -22,7 +22,7 @@ class Sources:
 
     Attributes:
         saved: the storages of saved tensors, by identity.
-        packs: number of tensors saved so far.
+        packs: number of tensors saved so far, and of writes by recorded ops: until it changes, the same ops read a storage.
         pinned: number of storages that were pinned since their ops were recorded.
         copies: number of storages that were copied before they were overwritten.
     """
@@ -97,11 +97,6 @@ class Sources:
             self.pinned += 1
             storage.pinned = True
             self._memory.allow(storage)
-            self._read_by = (-1, {})
-
-    def record_write(self, storage: TrackedStorage) -> None:
-        """Record that another op writes the next version of `storage`."""
-        if id(storage) in self.saved or id(storage) in self._read_by[1]:
             self._read_by = (-1, {})
 
     def forget(self) -> None:

@@ -1,12 +1,12 @@
 """Tracked storages with their versions, and the recorded ops that made them. The C++ library makes both (``planner/native``)."""
 
 import weakref
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from planner.runtime.random_state import RandomState
-from planner.torch_private.core import make_subclass, neg_view
+from planner.torch_private.core import make_subclass
 from planner.train.eager.operators import Operator
 from planner.train.eager.sizes import KnownOp
 
@@ -27,9 +27,7 @@ class TrackedStorage:
         watch: the weak reference that reports when the storage is freed.
         barred: it is pinned in the ledger.
         base: a tensor that keeps recomputed contents in memory.
-        aliases: for each saved tensor, by its number, an alias that keeps the storage in memory.
-        evicted_aliases: for each saved tensor whose alias was dropped, autograd's version counter at that time, and its geometry.
-        saved: number of saved tensors.
+        saved: number of saved tensors, of which each has an alias that keeps the storage in memory.
         evicted: it is evicted, and saved tensors need it.
         ledger_id: id in the ledger; None before it is entered.
         touched_s: time of the last read, on the clock of ops.
@@ -49,8 +47,6 @@ class TrackedStorage:
     watch: "StorageWatch | None"
     barred: bool
     base: torch.Tensor | None
-    aliases: dict[int, torch.Tensor]
-    evicted_aliases: "dict[int, tuple[int, Geometry]] | None"
     saved: int
     evicted: bool
     ledger_id: int | None
@@ -75,7 +71,13 @@ class TrackedStorage:
 
     def is_owned(self) -> bool:
         """Return True if the runtime keeps it in memory, and may free it if nothing else holds it."""
-        return not self.pinned and (self.base is not None or bool(self.aliases))
+        return not self.pinned and (self.base is not None or (self.saved > 0 and self.address > 0))
+
+    def move_aliases(self, tensor: torch.Tensor | None) -> None:
+        """Move the aliases of saved tensors to the storage of `tensor`, or to none: then they keep their geometry only."""
+
+    def find_alias(self) -> torch.Tensor | None:
+        """Return an alias that keeps the storage in memory; None if there is none."""
 
 
 class StorageWatch(weakref.ref[torch.UntypedStorage]):
@@ -102,34 +104,6 @@ class LedgerWatch(weakref.ref[TrackedStorage]):
 
     __slots__ = ("ledger_id",)
     ledger_id: int
-
-
-class Geometry(NamedTuple):
-    """The geometry of a view of a storage."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    conjugated: bool
-    negated: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Geometry":
-        """Return the geometry of `tensor`."""
-        dtype, offset = tensor.dtype, int(tensor.storage_offset())
-        return cls(tensor.shape, tensor.stride(), offset, dtype, dtype.is_complex and tensor.is_conj(), tensor.is_neg())
-
-    def view_of(self, source: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on the storage of `source`."""
-        if source.dtype == self.dtype and not source.is_conj() and not source.is_neg():
-            view = source.as_strided(self.shape, self.stride, self.offset)
-        else:
-            view = torch.empty(0, dtype=self.dtype, device=source.device)
-            view.set_(source.untyped_storage(), self.offset, self.shape, self.stride)
-        if self.conjugated:
-            view = view.conj()
-        return neg_view(view) if self.negated else view
 
 
 class RecordedOp(Protocol):

@@ -32,6 +32,7 @@ from tests.support.eager.chains import (
     with_dropout,
     written_in_steps,
 )
+from tests.support.eager.learned_ops import watch_learned
 from tests.support.eager.models import LOOPS, Loop
 from tests.support.eager.tensors import existing, other_bytes
 from tests.support.logs import lines_of
@@ -52,6 +53,18 @@ def warm_up() -> None:
     for _ in range(2):
         with_dropout(model, x).backward()
         model.zero_grad()
+
+
+def test_signatures_are_kept_while_they_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library keeps those of two generations, of 2**13 signatures each."""
+    x = torch.ones(2**14 + 2)
+    with rematerialize("1GB") as session:
+        learned = watch_learned(session.debug, monkeypatch)
+        for rows in range(1, len(x)):
+            x[:rows].exp()
+            if rows % 2**12 == 0:
+                x[:10].logcumsumexp(0)
+    assert len(learned) == 1
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -445,7 +458,7 @@ def test_unforeseen_output_sizes_count_and_trigger_eviction() -> None:
         warm_up()
         of_sizes(torch.tensor([10]))
         saved = torch.ones(1_000_000, requires_grad=True).exp().sum()
-        ballast = torch.empty(budget - other_bytes() - 1000, dtype=torch.uint8)
+        ballast = torch.empty(budget - session.debug.memory.live_bytes - 1000, dtype=torch.uint8)
         held = of_sizes(torch.tensor([1_000_000]))
         assert session.peak_bytes > budget >= other_bytes() and session.evictions > 0
         del held, ballast, saved

@@ -11,28 +11,6 @@ from planner.train.eager.sizes import OutputSizes, count_lstm_workspace_bytes
 from planner.train.eager.tensor_arguments import iterate_tensors
 
 aten = torch.ops.aten
-_exp = aten.exp.default
-
-
-def test_unused_output_sizes_are_forgotten_by_generation() -> None:
-    sizes = OutputSizes(torch.device("cpu"), generation=4)
-    learned = [sizes.learn((rows,), _exp, (torch.zeros(rows, 2),), {}) for rows in range(1, 11)]
-    assert [known.out_bytes for known in learned] == [8 * rows for rows in range(1, 11)]
-    assert [rows for rows in range(1, 11) if sizes.known((rows,))] == [9, 10]
-    # Those of the generation before are found again, as they were.
-    assert sizes.learn((8,), _exp, (torch.zeros(8, 2),), {}) is learned[7]
-    assert sizes.known((8,)) is learned[7]
-    # Older ones are learned again, under the same number.
-    again = sizes.learn((4,), _exp, (torch.zeros(4, 2),), {})
-    assert again is not learned[3]
-    assert (again.out_bytes, again.number) == (learned[3].out_bytes, learned[3].number)
-
-
-def test_no_more_than_two_generations_are_kept() -> None:
-    sizes = OutputSizes(torch.device("cpu"), generation=4)
-    for rows in range(1, 30):
-        sizes.learn((rows,), _exp, (torch.zeros(rows, 2),), {})
-        assert len(sizes.recent) <= 4 and len(sizes.older) <= 4
 
 
 @pytest.mark.parametrize("sizes", [(8, 32, 64, 64), (16, 64, 128, 64), (5, 3, 7, 9), (100, 1, 10, 200), (7, 30, 300, 77)])

@@ -6,17 +6,23 @@ import torch
 from planner.runtime.allocator import measure_memory_rise, record_cpu_allocations
 from planner.torch_private.core import profiler_enabled
 from planner.train.eager.session import Rematerialization, rematerialize
-from planner.train.eager.sizes import KnownOp
 from tests.support.eager.device_costs import Costs, measure_by
+from tests.support.eager.learned_ops import watch_learned
 
 
-def test_first_measurement_replaces_a_guess_and_larger_ones_raise_it() -> None:
-    known = KnownOp(100, workspace_bytes=1000, guessed=True)
-    known.record_workspace(30)
-    assert (known.workspace_bytes, known.guessed) == (30, False)
-    known.record_workspace(40)
-    known.record_workspace(20)
-    assert known.workspace_bytes == 40
+def test_first_measurement_replaces_a_guess_and_a_larger_one_raises_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lstm, x = torch.nn.LSTM(8, 8), torch.randn(3, 2, 8)
+    costs = measure_by(Costs(), monkeypatch)
+    for first, second in (0, 10**6), (10**6, 0):
+        with rematerialize("1GB") as session:
+            learned = watch_learned(session.debug, monkeypatch)
+            costs.taken_bytes = first
+            lstm(x)
+            known = max(learned, key=lambda op: op.out_bytes)
+            assert not known.guessed and known.workspace_bytes == max(first - known.out_bytes, 0)
+            costs.taken_bytes = second
+            lstm(x)
+            assert known.workspace_bytes == 10**6 - known.out_bytes
 
 
 @pytest.fixture
@@ -33,10 +39,13 @@ def test_room_is_made_for_workspaces_once_they_are_known(model: torch.nn.Module,
         (model(x).sum()).backward()
         model.zero_grad()
         (model(x).sum()).backward()
-        known = [op for op in session.debug.sizes.recent.values() if op.out_bytes == output_bytes]
-        assert known and all(op.workspace_bytes == 2 * output_bytes and op.seconds == 1.0 for op in known)
         # The peak counts outputs and workspaces of the op that runs.
         assert session.peak_bytes >= session.debug.memory.live_bytes + 3 * output_bytes
+        y = model(x)
+        chains = [storage.chain for storage in session.debug.memory.resident.values()]
+        known = [op.known for chain in chains for op in chain if op.known.out_bytes == output_bytes]
+        assert known and all(op.workspace_bytes == 2 * output_bytes and op.seconds == 1.0 for op in known)
+    del y
 
 
 def test_a_budget_holds_with_workspaces(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ def test_branches_on_what_the_code_alone_makes_have_no_guards(before: Any, is_gu
 
 
 def of_activations(hidden: torch.Tensor) -> torch.Tensor:
-    if hidden.isnan().any():
+    if hidden.min() < -1e3:
         return hidden * 0
     return hidden
 
@@ -214,7 +214,7 @@ def of_items(hidden: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("after", "text", "reason"),
     [
-        (of_activations, "if hidden.isnan().any():", "parameters or activations"),
+        (of_activations, "if hidden.min() < -1e3:", "parameters or activations"),
         (of_chance, "torch.rand(()) < 0.5", "random numbers"),
         (of_sizes, "return hidden[hidden > 0]", "parameters or activations"),
         (of_items, "hidden.max().item()", "parameters or activations"),

@@ -283,6 +283,18 @@ def read_legacy_variables() -> None:
     wrap_for_good(UserDefinedClassVariable, "call_function", _call_or_make)
 
 
+def change_lists_of_texts() -> None:
+    """Let captured code change the lists that ``text.split()`` and the like return, as ``repr(module)`` does."""
+    wrap_for_good(ConstantVariable, "call_method", _call_and_own)
+
+
+def _call_and_own(call: Any, text: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    result = call(text, tx, name, args, kwargs)
+    if isinstance(result, ListVariable) and result.mutation_type is None:
+        result.mutation_type = ValueMutationNew()
+    return result
+
+
 def _call_or_make(call: Any, kind: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if kind.value is not torch.autograd.Variable:
         return call(kind, tx, args, kwargs)

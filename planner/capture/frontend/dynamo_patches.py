@@ -21,6 +21,7 @@ from torch.distributions import Distribution
 from graphs.errors import TraceError
 from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.source_lines import find_current_line, find_traced_line, format_location
+from planner.capture.guards.names import make_readable
 from planner.capture.rewrites.outputs import get_storage, is_same_layout, list_tensors
 from planner.torch_private import capture as private
 from planner.torch_private.core import FunctionalTensor
@@ -29,39 +30,30 @@ from planner.torch_private.patches import wrap
 private.read_names_of_torch()
 private.read_arguments_of_gradients()
 private.read_legacy_variables()
+private.change_lists_of_texts()
 private.follow_removed_hooks()
 
 EndOfCapture = Callable[[Any, Any], object]  # called with the translator of a frame and the graph that was made of it
 
 
 @contextmanager
-def allow_requires_grad_writes() -> Iterator[set[str]]:
-    """Follow ``hidden.requires_grad_()`` and ``hidden.requires_grad = True`` on intermediate tensors.
+def follow_requires_grad_writes() -> Iterator["RequiresGradWrites"]:
+    """Follow ``tensor.requires_grad_()`` and ``tensor.requires_grad = True``, and what sets it to False.
 
-    Models do so to get gradients where their first layers are frozen (``enable_input_require_grads`` of Transformers). Nobody
-    reads the gradient of `hidden` itself. A write that changes nothing is left out. Dynamo refuses results that depend on such
-    a tensor, since ``torch.compile`` might return them without their history; the loss of a step has its own. Before torch 2.13
-    it follows none: they are left out. Tensors that are made so (``torch.zeros(8, requires_grad=True)``) are told to afterwards.
-
-    A tensor of the batch or another one that is no parameter, as of the points of a differential equation, is read by the rest
-    of the step through an alias that requires a gradient, also if eager PyTorch has told it so before. A warning says that the
-    tensor itself gets none.
-
-    Yields:
-        The names of these tensors, as Dynamo writes them.
-
-    Raises:
-        TraceError: a tensor of the batch is told to require a gradient, before torch 2.13.
+    Models do so on intermediate tensors to get gradients where their first layers are frozen (``enable_input_require_grads`` of
+    Transformers). Nobody reads the gradient of `tensor` itself. A write that changes nothing is left out. Dynamo refuses results
+    that depend on such a tensor, since ``torch.compile`` might return them without their history; the loss of a step has its
+    own. Before torch 2.13 it follows none: they are left out. Tensors that are made so (``torch.zeros(8, requires_grad=True)``)
+    are told to afterwards.
     """
-    aliased = set[str]()
+    writes = RequiresGradWrites()
     with ExitStack() as stack:
-        stack.enter_context(wrap(*private.SETATTR, partial(_set_requires_grad, aliased)))
+        stack.enter_context(wrap(*private.SETATTR, writes.set_or_write))
         if private.FOLLOWS_REQUIRES_GRAD:
             stack.enter_context(patch.object(private.OutputGraph, private.FOLLOWS_REQUIRES_GRAD, lambda *_: None))
-        write = _write_or_alias if private.FOLLOWS_REQUIRES_GRAD else _write_or_leave
-        stack.enter_context(wrap(*private.find_tensor_method("requires_grad_"), partial(write, aliased)))
+        stack.enter_context(wrap(*private.find_tensor_method("requires_grad_"), writes.call_or_write))
         stack.enter_context(wrap(private.TorchInGraphFunctionVariable, "call_function", _make_with_gradient))
-        yield aliased
+        yield writes
 
 
 def _make_with_gradient(call: Any, function: Any, translator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -72,31 +64,103 @@ def _make_with_gradient(call: Any, function: Any, translator: Any, args: Any, kw
     return made.call_method(translator, "requires_grad_", [], {})
 
 
-def _set_requires_grad(
-    aliased: set[str], set_attribute: Any, function: Any, translator: Any, owner: Any, name: Any, value: Any
-) -> Any:
-    if _is_attribute(owner, name, "requires_grad") and value.is_python_constant():
-        if _is_given(owner) and value.as_python_constant():
-            _read_through_leaf(aliased, owner, translator)
-            return value
-        if owner.as_proxy().node.meta["example_value"].requires_grad is value.as_python_constant():
-            return value
-        if _is_made(owner):
-            owner.call_method(translator, "requires_grad_", [value], {})
-            return value
-    return set_attribute(function, translator, owner, name, value)
+@dataclass(frozen=True, slots=True)
+class RequiresGradWrites:
+    """Writes to ``requires_grad`` of tensors that exist before the step.
 
+    A tensor of the batch or another one that is no parameter, as of the points of a differential equation, is read by the rest
+    of the step through an alias that requires a gradient, also if eager PyTorch has told it so before. A warning says that the
+    tensor itself gets none. A parameter that takes no gradient for a while (of a discriminator; of an adapter that is switched
+    off for the answers of a reference) is read through a detached alias until then.
 
-def _write_or_leave(aliased: set[str], write: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
-    return owner if _is_made(owner) else _write_or_alias(aliased, write, owner, *args, **kwargs)
+    Attributes:
+        aliased: names of tensors that are no parameters, as Dynamo writes them.
+        frozen: parameters that take no gradient now, with what stands for them otherwise.
+        spans: the first and last node during which a parameter took none.
+    """
 
+    aliased: set[str] = field(default_factory=set)
+    frozen: dict[Any, Any] = field(default_factory=dict)
+    spans: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
-def _write_or_alias(aliased: set[str], write: Any, owner: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    wanted = next((value for value in (*args, *kwargs.values()) if isinstance(value, private.VariableTracker)), None)
-    if _is_given(owner) and (wanted is None or (wanted.is_python_constant() and wanted.as_python_constant())):
-        _read_through_leaf(aliased, owner, translator)
-        return owner
-    return write(owner, translator, *args, **kwargs)
+    def set_or_write(self, set_attribute: Any, function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
+        """Assign an attribute, or note what is written to ``requires_grad``."""
+        if _is_attribute(owner, name, "requires_grad") and value.is_python_constant():
+            if self._write(translator, owner, wanted=value.as_python_constant()):
+                return value
+            if _is_made(owner):
+                owner.call_method(translator, "requires_grad_", [value], {})
+                return value
+        return set_attribute(function, translator, owner, name, value)
+
+    def call_or_write(self, call: Any, owner: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``requires_grad_``, or note what it writes."""
+        wanted = next((value for value in (*args, *kwargs.values()) if isinstance(value, private.VariableTracker)), None)
+        is_known = wanted is None or wanted.is_python_constant()
+        if is_known and self._write(translator, owner, wanted=wanted is None or wanted.as_python_constant()):
+            return owner
+        return owner if _is_made(owner) and not private.FOLLOWS_REQUIRES_GRAD else call(owner, translator, *args, **kwargs)
+
+    def _write(self, translator: Any, owner: Any, *, wanted: bool) -> bool:
+        """Return False if the write is left to Dynamo."""
+        node = owner.as_proxy().node
+        if wanted and owner in self.frozen:
+            self.spans.append((node, next(iter(reversed(node.graph.nodes)))))
+            owner.proxy = self.frozen.pop(owner)
+            owner.synchronize_attributes(translator)
+        elif wanted and _is_given(owner):
+            self._read_through_leaf(owner, translator)
+        elif not wanted and _is_trained(owner) and len(translator.output.tracers) == 1:
+            self.frozen[owner] = owner.proxy
+            _read_through(owner, owner.call_method(translator, "detach", [], {}), translator)
+        else:
+            return bool(node.meta["example_value"].requires_grad is wanted)
+        return True
+
+    def _read_through_leaf(self, owner: Any, translator: Any) -> None:
+        """Let the rest of the step read the input `owner` through an alias that requires a gradient, and say so.
+
+        Raises:
+            TraceError: a tensor of the batch is told to require a gradient, before torch 2.13.
+        """
+        place = format_location(find_current_line())
+        if not private.FOLLOWS_REQUIRES_GRAD:
+            raise TraceError(
+                f"{place} changes requires_grad of a tensor of the batch, which a plan takes as it is given: call "
+                "requires_grad_() on the batch before the step, which then gives it a gradient"
+            )
+        leaf = owner.call_method(translator, "detach", [], {})
+        leaf.call_method(translator, "requires_grad_", [], {})
+        _read_through(owner, leaf, translator)
+        self.aliased.add(name := private.get_source_name(owner.source))
+        what, where = "a tensor that is no parameter", "it, in the batch,"
+        if name.startswith(("L['args']", "L['kwargs']")):
+            what, where = "a tensor of the batch", "the batch"
+        warn_caller(
+            f"{place} makes {what} require a gradient: gradients inside the step are computed by it, but the planned step leaves "
+            f"nothing in its grad. If that is read, call requires_grad_() on {where} before the step instead"
+        )
+
+    def end(self, _: Any, output: Any) -> None:
+        """Check that parameters end as they began, and that nothing reads one by another name where it takes no gradient.
+
+        Raises:
+            TraceError: one does not, or something does.
+        """
+        names = [
+            private.get_source_name(owner.source) for owner, proxy in self.frozen.items() if proxy.node.graph is output.graph
+        ]
+        for first, last in self.spans:
+            node, storage = first, get_storage(first.meta["example_value"])
+            while first.graph is output.graph and node is not last:
+                node = node.next
+                names += [n.name for n in node.all_input_nodes if n.op == "placeholder" and _is_of(n, storage)]
+        if names:
+            raise TraceError(
+                f"the step changes requires_grad of a parameter ({make_readable(names[0], {}, {})}) and does not set it back, or "
+                "reads it by another name meanwhile: plan one step with and one without its gradient, or train with "
+                "planner.checkpoint"
+            )
 
 
 def _is_made(owner: Any) -> bool:
@@ -113,26 +177,23 @@ def _is_given(owner: Any) -> bool:
     return not (is_of_batch and owner.as_proxy().node.meta["example_value"].requires_grad)
 
 
-def _read_through_leaf(aliased: set[str], owner: Any, translator: Any) -> None:
-    """Let the rest of the step read the input `owner` through an alias that requires a gradient, and say so."""
-    place = format_location(find_current_line())
-    if not private.FOLLOWS_REQUIRES_GRAD:
-        raise TraceError(
-            f"{place} changes requires_grad of a tensor of the batch, which a plan takes as it is given: call requires_grad_() "
-            "on the batch before the step, which then gives it a gradient"
-        )
-    leaf = owner.call_method(translator, "detach", [], {})
-    leaf.call_method(translator, "requires_grad_", [], {})
-    owner.proxy = leaf.as_proxy()
+def _is_trained(owner: Any) -> bool:
+    """Return True if a tensor is a parameter that takes a gradient, and exists before the step."""
+    node = owner.as_proxy().node
+    is_parameter = owner.source is not None and node.op == "placeholder" and issubclass(owner.python_type(), nn.Parameter)
+    return is_parameter and node.meta["example_value"].requires_grad
+
+
+def _read_through(owner: Any, alias: Any, translator: Any) -> None:
+    """Let the rest of the step read the input `owner` through `alias`."""
+    owner.proxy = alias.as_proxy()
+    owner.proxy.node.meta.setdefault("tensor_dict", {})  # Dynamo marks inputs there that a module has, when it meets them
     owner.synchronize_attributes(translator)
-    aliased.add(name := private.get_source_name(owner.source))
-    what, where = "a tensor that is no parameter", "it, in the batch,"
-    if name.startswith(("L['args']", "L['kwargs']")):
-        what, where = "a tensor of the batch", "the batch"
-    warn_caller(
-        f"{place} makes {what} require a gradient: gradients inside the step are computed by it, but the planned step leaves "
-        f"nothing in its grad. If that is read, call requires_grad_() on {where} before the step instead"
-    )
+
+
+def _is_of(node: fx.Node, storage: int) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and get_storage(value) == storage
 
 
 def _is_attribute(owner: Any, name: Any, asked: str) -> bool:

@@ -23,9 +23,9 @@ from torch import fx, nn
 from graphs.errors import TraceError, first_line
 from planner.capture.frontend.constant_tensors import is_constant
 from planner.capture.frontend.dynamo_patches import (
-    allow_requires_grad_writes,
     call_at_end,
     follow_distributions,
+    follow_requires_grad_writes,
     guard_missing_attributes,
     ignore_cudnn_flags,
     keep_attributes,
@@ -351,11 +351,13 @@ def _trace_with_later_values(
         _enter_settings(stack)
         with ExitStack() as dynamo:
             dynamo.enter_context(forbid_python_random())
-            aliased = dynamo.enter_context(allow_requires_grad_writes())
+            requires_grad = dynamo.enter_context(follow_requires_grad_writes())
             write_data = write_data_in_place_where(lambda _: True, dynamo)
             drop_hooks = dynamo.enter_context(follow_removed_hooks())
             hooks = dynamo.enter_context(call_gradient_hooks(later))
-            dynamo.enter_context(call_at_end(later.end, hooks.end, drop_hooks, write_replaced_buffers, write_data))
+            dynamo.enter_context(
+                call_at_end(later.end, hooks.end, drop_hooks, requires_grad.end, write_replaced_buffers, write_data)
+            )
             dynamo.enter_context(ignore_cudnn_flags(find_device(step, batch)))
             for follow in (
                 follow_distributions,
@@ -393,7 +395,7 @@ def _trace_with_later_values(
             with run_on_fakes(step, batch) as run, skip_metrics(step):
                 others = [effect for effect in effects if effect.names.isdisjoint(later.stored)]
                 counted = check_effects(others, list_guarded_names(output), run, local, scope)
-            guards = _build_guards(output, frames, [*generators, *matrices.names], step, batch, later, aliased)
+            guards = _build_guards(output, frames, [*generators, *matrices.names], step, batch, later, requires_grad.aliased)
             if guards is not None and isinstance(values, SymbolicNumbers):
                 guards = replace(guards, numbers=values.finish(local, scope, counted))
             return made, guards

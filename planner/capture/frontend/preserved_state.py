@@ -139,7 +139,7 @@ def _list_roots(step: nn.Module, batch: Batch) -> list[object]:
 
 @contextmanager
 def _preserve_tensors(step: nn.Module, batch: Batch, state: PythonState, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-    """Restore tensors and random states, with those of the generators in `state`."""
+    """Restore tensors, which parameters are trained, and random states, with those of the generators in `state`."""
     tensors = {id(t): t for t in (*_iterate_held_tensors(step), *list_tensors(list_leaves(batch)), *written)}.values()
     with ExitStack() as stack:
         for generator in state.generators:
@@ -148,7 +148,14 @@ def _preserve_tensors(step: nn.Module, batch: Batch, state: PythonState, written
             if not isinstance(tensor, FakeTensor):
                 stack.enter_context(preserve_tensor(tensor))
         stack.enter_context(preserve_random_states(_list_gpus()))
+        stack.callback(_restore_requires_grad, [(parameter, parameter.requires_grad) for parameter in step.parameters()])
         yield
+
+
+def _restore_requires_grad(before: Iterable[tuple[nn.Parameter, bool]]) -> None:
+    for parameter, was_trained in before:
+        if parameter.requires_grad is not was_trained:
+            parameter.requires_grad_(was_trained)
 
 
 def _iterate_own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -75,6 +75,59 @@ def test_the_recipe_for_checkpointing_with_frozen_embeddings_trains_as_in_eager_
     check_trains_as_eager(make, F.mse_loss, tokens)
 
 
+class WithCritic(nn.Module):
+    """A generator and its critic in one step; the critic's weights get no gradient from the generator's loss."""
+
+    def __init__(self, freeze: Callable[[nn.Module, bool], object], *, shared: bool) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.critic = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
+        self.freeze = freeze
+        if shared:
+            self.critic[0].weight = self.generator[0].weight
+
+    def forward(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        self.freeze(self.critic, False)
+        made = self.generator(x)
+        fooled = F.softplus(-self.critic(made)).mean()
+        self.freeze(self.critic, True)
+        return fooled + F.softplus(self.critic(made.detach())).mean() + F.softplus(-self.critic(real)).mean()
+
+
+def freeze_each(module: nn.Module, trained: bool) -> None:  # as the method of a module
+    for parameter in module.parameters():
+        parameter.requires_grad = trained
+
+
+@pytest.mark.parametrize(("freeze", "shared"), [(nn.Module.requires_grad_, False), (freeze_each, True)])
+def test_parameters_are_frozen_for_a_part_of_the_step(freeze: Callable[[nn.Module, bool], object], shared: bool) -> None:
+    check_trains_as_eager(lambda: WithCritic(freeze, shared=shared), None, vectors)
+
+
+def test_parameters_that_the_step_leaves_frozen_are_named() -> None:
+    model = WithCritic(lambda critic, trained: critic.requires_grad_(trained and False), shared=False)
+    with pytest.raises(
+        TraceError, match=r"changes requires_grad of a parameter \(model.critic.0.weight\) and does not set it back"
+    ):
+        planner.compile(model, None, vectors(0), budget="100%")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+class Naming(nn.Module):
+    """A step that looks at how its layers are printed, as PEFT does where an adapter is switched off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * len(repr(self.layers).partition("(")[0])
+
+
+def test_modules_are_printed_in_the_step() -> None:
+    check_trains_as_eager(Naming, F.mse_loss, vectors)
+
+
 class Asking(nn.Module):
     """A layer that looks for weights of another library by the names of their classes."""
 

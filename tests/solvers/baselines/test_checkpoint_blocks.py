@@ -187,7 +187,7 @@ def test_the_blocks_of_a_unet_are_stem_down_and_up(unet: Graph) -> None:
     assert set(way.blocks) == {None, *names}
     found, kept = simulate(unet, recompute_groups(unet, way.blocks)), simulate(unet, keep_everything(unet))
     assert found.peak_bytes / kept.peak_bytes == pytest.approx(0.589, abs=0.002)
-    assert found.time_s / kept.time_s - 1 == pytest.approx(0.294, abs=0.002)
+    assert found.time_s / kept.time_s - 1 == pytest.approx(0.297, abs=0.002)
 
 
 def test_a_unet_is_checkpointed_at_70_percent_of_its_peak(unet: Graph) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph, Kind, Phase
+from planner.capture.frontend.preserved_state import has_same_values
 from planner.capture.lowering.lower import Capture
 from planner.runtime.unseen_writes import get_version
 
@@ -36,7 +37,7 @@ class Input:
     def is_written(self) -> bool:
         """True if the tensor was written since; also in a way that autograd does not see, if there is a copy."""
         seen = get_version(self.value) != self.version
-        return seen or (self.copy is not None and not torch.equal(self.value, self.copy))
+        return seen or (self.copy is not None and not has_same_values(self.value, self.copy))
 
 
 class ChangedInputs:

@@ -100,6 +100,14 @@ def test_training_equals_eager_within_the_budget(budget: str, write: Callable[..
     assert again.peak_bytes <= step.plan.budget_bytes
 
 
+def test_what_nothing_writes_is_not_planned_again_for_its_nan() -> None:
+    module = model()
+    module.mean[0] = torch.nan
+    step = planner.compile(module, F.mse_loss, batch(), budget=HALF_WAY, optimizer="adamw", swap="never", **QUICK)
+    train(module, step, lambda *_: None)
+    assert len(step.history) == 1
+
+
 def test_small_tensors_are_copied_first() -> None:
     graph = planner.trace(model(), F.mse_loss, batch(), passes=1)
     weights = [t for t in graph.tensors if t.kind is Kind.PARAMETER]

@@ -138,7 +138,7 @@ bool add_to_key(Key& key, const IValue& value) {
 }
 
 // The settings that kernels read, as `planner.torch_private.core.get_kernel_settings` has them.
-std::array<int64_t, 5> present_settings() {
+std::array<int64_t, kKernelSettings> present_settings() {
   const auto& context = at::globalContext();
   return {static_cast<int64_t>(c10::get_default_dtype_as_scalartype()), context.userEnabledMkldnn(), context.userEnabledCuDNN(),
           context.benchmarkCuDNN(), context.deterministicCuDNN()};

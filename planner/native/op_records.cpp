@@ -534,8 +534,9 @@ class Records final : public OpRecords {
 
   OpPattern new_pattern(const CalledOp& called) {
     const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
-    if (constexpr size_t count = 5; !settings_ || !std::equal(called.key.begin(), called.key.begin() + count, settings_key_.begin())) {
-      settings_key_.assign(called.key.begin(), called.key.begin() + count);
+    const auto end = called.key.begin() + kKernelSettings;
+    if (!settings_ || !std::equal(called.key.begin(), end, settings_key_.begin())) {
+      settings_key_.assign(called.key.begin(), end);
       settings_ = get_kernel_settings_();
     }
     return {operator_, settings_, called.handle, {}, {}, at::GradMode::is_enabled()};

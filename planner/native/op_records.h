@@ -63,6 +63,7 @@ struct OperatorFacts {
 
 // What the record of an op depends on, but for its tensors.
 using Key = std::vector<int64_t>;
+constexpr size_t kKernelSettings = 5; // a key begins with them
 
 // A call of an operator.
 struct CalledOp {

@@ -12,14 +12,19 @@ Known weakness: `time_s`, which is minimized, does not know the host; `step_s` d
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from graphs.clocks import run_clocks
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Op
 from graphs.pools import Pool
 from graphs.schedule import Compute, Free, Schedule
+
+_REMEMBERED = 32  # schedules of a graph: solves for several budgets try the same ones, and end with them
+_known: dict[int, Callable[[Schedule], "Simulation"]] = {}  # by the id of a graph, as long as it exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,15 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
             an op of the program that is neither executed nor replaced; a kept tensor missing at the end; ops that use more of a
             resource than the graph allows.
     """
+    if id(graph) not in _known:
+        weakref.finalize(graph, _known.pop, id(graph), None).atexit = False
+    remembered = lru_cache(_REMEMBERED)(partial(_simulate, weakref.ref(graph)))
+    return _known.setdefault(id(graph), remembered)(schedule)
+
+
+def _simulate(reference: weakref.ref[Graph], schedule: Schedule) -> Simulation:
+    graph = reference()
+    assert graph is not None  # the caller has it
     judge = _Judge(graph)
     for index, step in enumerate(schedule.steps):
         if isinstance(step, Compute):

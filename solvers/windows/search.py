@@ -1,7 +1,7 @@
 """The state of one solve that all strategies share."""
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -19,7 +19,7 @@ from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.stopping import StoppingRule
 
 WORK_PER_EXECUTION = 1e-5  # of a simulation
-_KEPT_SOLUTIONS, _KEPT_TRIALS = 3, 8
+_KEPT_SOLUTIONS = 3
 _NEAR = 1.01  # times the best time: up to it a schedule that offloads is improved although it is not the best
 
 
@@ -60,7 +60,6 @@ class Search:
     stopping: StoppingRule
     models: Models
     may_start_processes: bool
-    recent: deque[Trial] = field(default_factory=lambda: deque(maxlen=_KEPT_TRIALS))
 
     @classmethod
     def of(cls, request: Request, *, may_start_processes: bool = True) -> Self:
@@ -113,15 +112,8 @@ class Search:
         return trial
 
     def _simulate(self, order: Order) -> Trial:
-        """Return the trial of `order`. Solutions of one model after the other are often decoded to the same executions."""
-        if not self.problem.has_streams:  # else executions do not say all
-            for known in tuple(self.recent):
-                if known.order.computed == order.computed:
-                    return replace(known, order=order)
         self.clock.spend(WORK_PER_EXECUTION * len(order.computed))
-        trial = try_out(self.problem, order)
-        self.recent.append(trial)
-        return trial
+        return try_out(self.problem, order)
 
     def _prune(self, trial: Trial, discretization: Discretization | None = None) -> Trial:
         """Return `trial` without unnecessary recomputations."""

@@ -1,5 +1,7 @@
 """The judge: memory and time of every step by hand, and all errors; test_two_judges.py has random schedules."""
 
+from dataclasses import replace
+
 import pytest
 
 from graphs.errors import ScheduleError
@@ -78,3 +80,9 @@ def test_invalid_schedules_raise() -> None:
 def test_unknown_step_kind_raises() -> None:
     with pytest.raises(ScheduleError, match="is not a step of a schedule"):
         simulate(small(), Schedule((Compute(0), "offload")))
+
+
+def test_schedules_of_a_graph_are_judged_once() -> None:
+    graph, schedule = small(), Schedule((Compute(0), Free(Y), Compute(1), Free(X)))
+    assert simulate(graph, schedule) is simulate(graph, Schedule(schedule.steps))
+    assert simulate(replace(graph, tensors=graph.tensors), schedule) is not simulate(graph, schedule)

@@ -1,6 +1,5 @@
 """The exact solver: known optima, and what it promises."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,13 +10,9 @@ from graphs.synthetic.random_graphs import draw_training_step
 from graphs.synthetic.small import make_chain, make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.bounds import bound_least_budget
-from solvers.clock import WorkClock
-from solvers.problem import Problem
 from solvers.registry import get_solver
 from solvers.result import Status
-from solvers.windows import search, solve
-from solvers.windows.decoding import decode
-from solvers.windows.decoding.decode import Order, Trial
+from solvers.windows import solve
 from solvers.windows.params import WindowsParams
 from tests.support.budgets import peak_bytes
 from tests.support.graphs.small_graphs import diamond, kept_output, two_outputs
@@ -40,20 +35,6 @@ def test_windows_finds_known_optima(graph: Graph, budget: int, optimum_s: float)
     assert result.time_s == pytest.approx(optimum_s)
     assert result.bound_s == pytest.approx(optimum_s)
     assert result.peak_bytes <= budget
-
-
-def test_the_same_executions_are_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[tuple[int, ...]] = []
-
-    def try_out(problem: Problem, order: Order) -> Trial:
-        tried.append(order.computed)
-        return decode.try_out(problem, order)
-
-    monkeypatch.setattr(search, "try_out", try_out)
-    graph = transformer(TransformerSize(layers=2))
-    budget = (bound_least_budget(graph).budget_bytes + peak_bytes(graph)) // 2
-    assert solve(replace(ask(graph, budget), clock=WorkClock(2.0))).schedule is not None
-    assert len(tried) == len(set(tried)) > 3
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,9 @@ _ACTIVITIES = {
     Stage.CHECK: "rehearsing the plan",
     Stage.COMPARE: "comparing with eager PyTorch",
 }
-# Typical shares of the time, for stages without a better estimate.
-_WEIGHTS = {Stage.COMPILE: 1.0, Stage.CAPTURE: 3.0, Stage.MEASURE: 5.0, Stage.SOLVE: 2.0, Stage.CHECK: 3.0, Stage.COMPARE: 10.0}
+# Typical seconds of the stages that take longer for a longer step, in proportion to each other. Capture is not among them: it
+# takes as long for a small batch as for a large one, and the first one imports Dynamo.
+_WEIGHTS = {Stage.MEASURE: 5.0, Stage.SOLVE: 2.0, Stage.CHECK: 2.0, Stage.COMPARE: 7.0}
 _LEAST_FRACTION = 0.05  # fraction of a stage from which its speed is extrapolated
 
 
@@ -144,7 +145,7 @@ class Stages:
         self._views, self._stages, self._clock = views, tuple(stages), clock
         self._began_s = clock()
         self._expected_s: dict[Stage, float] = {}
-        self._ended_s = self._ended_weight = 0.0  # seconds of the stages that have ended, and their weights
+        self._ended_s = self._ended_weight = 0.0  # seconds of the stages with weights that have ended, and their weights
         self._present: tuple[Stage, StageReport] | None = None
         self._overall = 0.0
         self._finished = False
@@ -168,8 +169,9 @@ class Stages:
         self._report(Event.BEGIN, stage, report)
         yield report
         report.fraction = 1.0
-        self._ended_s += self._clock() - report.began_s
-        self._ended_weight += _WEIGHTS[stage]
+        if stage in _WEIGHTS:
+            self._ended_s += self._clock() - report.began_s
+            self._ended_weight += _WEIGHTS[stage]
         self._report(Event.END, stage, report)
 
     def expect(self, seconds: Mapping[Stage, float]) -> None:
@@ -217,7 +219,7 @@ class Stages:
         known_s, known_weight = self._ended_s, self._ended_weight
         if fraction is not None and fraction >= _LEAST_FRACTION:
             rest_s = stage_seconds * (1 - fraction) / fraction
-            if fraction < 1:
+            if fraction < 1 and stage in _WEIGHTS:
                 known_s, known_weight = known_s + stage_seconds + rest_s, known_weight + _WEIGHTS[stage]
         elif (expected_s := self._estimate_stage_s(stage, known_s, known_weight)) is not None:
             rest_s = max(0.0, expected_s - stage_seconds)
@@ -235,4 +237,4 @@ class Stages:
         """Return the expected seconds of a stage: as set, or in proportion to the weights of the stages measured so far."""
         if stage in self._expected_s:
             return self._expected_s[stage]
-        return _WEIGHTS[stage] * known_s / known_weight if known_weight else None
+        return _WEIGHTS[stage] * known_s / known_weight if known_weight and stage in _WEIGHTS else None

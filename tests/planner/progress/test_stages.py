@@ -36,14 +36,12 @@ def test_stages_are_reported_from_their_begin(clock: Clock, seen: list[Progress]
 def test_time_left_is_extrapolated_from_the_speed_so_far(clock: Clock, seen: list[Progress]) -> None:
     stages = Stages(seen.append, stages=(Stage.CAPTURE, Stage.MEASURE), clock=clock)
     with stages.run_stage(Stage.CAPTURE):
-        clock.now_s += 3
-    assert seen[-1].left_s == pytest.approx(5.0)  # what measuring usually takes beside 3 s of capturing
-    assert seen[-1].overall == pytest.approx(3 / 8)
+        clock.now_s += 3  # says nothing about the time of a step
+    assert (seen[-1].left_s, seen[-1].overall) == (None, 0.0)
     with stages.run_stage(Stage.MEASURE) as stage:
-        clock.now_s += 1
         stage.advance(0, 10)
-        assert seen[-1].left_s == pytest.approx(4.0)
-        clock.now_s += 1
+        assert seen[-1].left_s is None
+        clock.now_s += 2
         stage.advance(1, 10)
         assert seen[-1].left_s == pytest.approx(18.0)
         clock.now_s += 8
@@ -51,6 +49,17 @@ def test_time_left_is_extrapolated_from_the_speed_so_far(clock: Clock, seen: lis
         assert seen[-1].left_s == 0.0
     stages.finish()
     assert (seen[-1].event, seen[-1].left_s, seen[-1].overall, seen[-1].seconds) == ("done", 0.0, 1.0, 13.0)
+
+
+def test_later_stages_are_estimated_from_the_time_that_measuring_takes(clock: Clock, seen: list[Progress]) -> None:
+    stages = Stages(seen.append, stages=(Stage.MEASURE, Stage.COMPARE), clock=clock)
+    with stages.run_stage(Stage.MEASURE) as stage:
+        clock.now_s += 1
+        stage.advance(1, 5)
+        assert seen[-1].left_s == pytest.approx(4.0 + 7.0)
+        clock.now_s += 1  # faster than before
+        stage.advance(4, 4)
+    assert seen[-1].left_s == pytest.approx(2.8)
 
 
 def test_expected_times_are_used_in_estimates(clock: Clock, seen: list[Progress]) -> None:

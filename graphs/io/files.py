@@ -15,6 +15,7 @@ from graphs.io.documents import convert_to_json, shorten
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/(?P<process>[0-9]+))/fd/(?P<number>[0-9]+)")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character, which is invalid without the other half
 _MOST_LINKS = 40  # symbolic links to follow, as on Linux
+_FORMATS = {".csv", ".html", ".json", ".lp", ".md", ".mps", ".pdf", ".pickle", ".png", ".py", ".svg", ".toml"}
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, object]:
@@ -49,11 +50,14 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, object]:
     return value
 
 
-def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str]) -> None:
+def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str], suffix: str = "") -> None:
     """Raise an error, before work is spent, if `path` cannot be written, or is one of the files that are `read` for it.
 
+    A name that ends like files of another format than `suffix` is refused: it would replace a file of the user's, such as the
+    model's code, or name one that no other program opens. Any other ending is the user's own.
+
     Raises:
-        OutputError: the folder does not exist or is not writable, or `path` is a folder.
+        OutputError: the folder does not exist or is not writable, or `path` is a folder or ends like another format.
         UsageError: it is one of the files that are read.
     """
     if not os.fspath(path):
@@ -78,6 +82,8 @@ def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str]) 
         raise OutputError(f"{path} cannot be written: permission denied")
     if target.exists() and any(Path(source).exists() and target.samefile(source) for source in read):
         raise UsageError(f"{path} is an input of this command: name another file to write")
+    if suffix and (other := Path(path).suffix.lower()) in _FORMATS - {suffix}:
+        raise OutputError(f"{path} ends with {other}, but what is written is a {suffix} file: name one that ends with {suffix}")
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:

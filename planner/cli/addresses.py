@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     table = read_buffers(arguments.buffers)
     if arguments.output is not None:
-        check_writable(arguments.output)
+        check_writable(arguments.output, arguments.buffers, suffix=".csv")
     result = solve(
         table.buffers,
         arguments.capacity,

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     graph = read_graph(arguments.graph)
     if arguments.output is not None:
-        check_writable(arguments.output, arguments.graph)
+        check_writable(arguments.output, arguments.graph, suffix=".csv")
     if arguments.plot is not None:
         check_plot(Path(arguments.plot))
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:

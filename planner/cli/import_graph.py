@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.formats import write_graph
     from planner.progress import LineView
 
-    check_writable(arguments.output, arguments.file)
+    check_writable(arguments.output, arguments.file, suffix=".json")
     with LineView(quiet=arguments.quiet) as progress:
         progress.show_activity(f"reading {arguments.file}")
         graph = import_graph(arguments.file)

@@ -138,7 +138,7 @@ def _choose_output(arguments: argparse.Namespace) -> str:
     if arguments.output is None and not graph.is_file():
         raise UsageError(f"{graph} is no regular file that a plan could be kept beside: name the plan's file with -o")
     output = str(graph.with_name(f"{graph.stem}.plan.json") if arguments.output is None else arguments.output)
-    check_writable(output, graph)
+    check_writable(output, graph, suffix=".json")
     if arguments.output is None and Path(output).exists():
         try:
             read_record(output)

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.progress import LineView
 
     check_traced(arguments.options)
-    check_writable(arguments.output)
+    check_writable(arguments.output, arguments.model.source, suffix=".json")
     with LineView(quiet=arguments.quiet) as progress:
         graph = shared.trace_model(
             arguments.model, arguments, progress, **select_attributes(arguments, "measure_link", "other_devices")

@@ -8,13 +8,11 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from graphs.errors import OutputError
 from graphs.io.files import check_writable, write_text
 from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_ratio, format_seconds
@@ -48,11 +46,9 @@ def write_pages(
         OutputError: a file cannot be written.
         PlannerError: Bokeh is not installed.
     """
-    if path is not None and Path(path).suffix not in ("", ".html", ".htm"):
-        raise OutputError(f"{os.fspath(path)}: the page is HTML: name a file that ends with .html")
-    for target in (path, trace):
+    for target, suffix in ((path, ".html"), (trace, ".json")):
         if target is not None:
-            check_writable(target)
+            check_writable(target, suffix=suffix)
     if path is None:
         reserved = compute_reserved_addresses(timeline)
     else:

@@ -98,7 +98,7 @@ def test_arguments_of_a_wrong_type_raise(tmp_path: Path) -> None:
         "unknown device 'h900': choose from": lambda: planner.checkpoint(model(), budget="1MB", roofline="h900"),
         "the model is already compiled": lambda: planner.checkpoint(torch.compile(model()), budget="1MB"),
         "budgets is '80%': must be how many": lambda: planner.curve(graph, "80%"),
-        "the page is HTML: name a file that ends with .html": lambda: compiled(model()).report(tmp_path / "page.pdf"),
+        "is a .html file: name one that ends with .html": lambda: compiled(model()).report(tmp_path / "page.pdf"),
     }
     for said, call in wrong.items():
         with pytest.raises(PlannerError, match=re.escape(said)):

@@ -16,6 +16,7 @@ _BYTES = {
     "gib": 2**30,
     "tib": 2**40,
 }
+LARGEST_FRACTION = 1000.0  # of an overhead or a tolerance: more is a slip of the pen
 UNLIMITED_BYTES = 2**63 - 1  # the largest budget: graphs that can be read need less
 _AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]+|%)?\s*", re.IGNORECASE)
 
@@ -52,7 +53,7 @@ def parse_budget(text: str, *, peak_bytes: int) -> int:
 
 
 def parse_fraction(text: str) -> float:
-    """Return the fraction, 0 or more, of ``10%`` or ``0.1``.
+    """Return the fraction, from 0 to `LARGEST_FRACTION`, of ``10%`` or ``0.1``.
 
     Raises:
         BudgetError: it is neither.
@@ -62,8 +63,8 @@ def parse_fraction(text: str) -> float:
         value = float(number) / (100 if number != text.strip() else 1)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf:
-        raise BudgetError(f"{text!r} is not a fraction, 0 or more: write 0.1% or 0.001")
+    if not 0 <= value <= LARGEST_FRACTION:
+        raise BudgetError(f"{text!r} is not a fraction from 0 to {LARGEST_FRACTION:.0f}: write 0.1% or 0.001")
     return value
 
 

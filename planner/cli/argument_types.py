@@ -15,7 +15,7 @@ from solvers.registry import SOLVERS
 Parsed = TypeVar("Parsed")
 
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"([0-9]*\.?[0-9]+)\s*([a-z]*)")
+_DURATION = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)")
 
 
 def check_budget(text: str) -> str:
@@ -67,7 +67,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_fraction_argument(text: str) -> float:
-    """Return a fraction of 0 or more from ``0.001`` or ``0.1%``."""
+    """Return a fraction from ``0.001`` or ``0.1%``."""
     return _parse_argument(parse_fraction, text)
 
 

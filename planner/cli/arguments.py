@@ -77,10 +77,10 @@ class Parser(argparse.ArgumentParser):
 
     def _close_names(self) -> list[str]:
         """Return names of commands and options that are close to the unknown ones among the arguments."""
-        known = re.findall(r"--[a-z][a-z-]*", self.format_usage())
+        known = ["--help", *re.findall(r"--[a-z][a-z-]*", self.format_usage())]
         words = [word.partition("=")[0] for word in self._given if word.startswith("--")]
-        if self._commands is not None:
-            known, words = list(self._commands.choices), [word for word in self._given if not word.startswith("-")][:1]
+        if self._commands is not None:  # the first argument, which may be meant as an option: help
+            known, words = [*self._commands.choices, *known], list(self._given[:1])
         abbreviated = self._commands is None  # options may be
         unknown = [word for word in words if not any(name == word or (abbreviated and name.startswith(word)) for name in known)]
         return list(dict.fromkeys(name for word in unknown for name in get_close_matches(word, known, n=1)))

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from graphs.errors import BudgetError
-from graphs.units import UNLIMITED_BYTES, parse_budget, parse_fraction
+from graphs.units import LARGEST_FRACTION, UNLIMITED_BYTES, parse_budget, parse_fraction
 
 _WRITTEN = "'8GB', '7.5GiB', '60%'"
 
@@ -98,7 +98,7 @@ def read_budget_or_overhead(budget: str | float | Budget | None, max_overhead: s
     """Return the budget (``read_budget``), or the least memory at `max_overhead` (0.1 or ``10%``).
 
     Raises:
-        BudgetError: both are given or neither is, the budget cannot be read, or the overhead is not a fraction of 0 or more.
+        BudgetError: both are given or neither is, the budget cannot be read, or the overhead is no fraction from 0 to 1000.
     """
     if (budget is None) == (max_overhead is None):
         given = "neither" if budget is None else f"both (budget={budget!r}, max_overhead={max_overhead!r})"
@@ -112,6 +112,9 @@ def read_budget_or_overhead(budget: str | float | Budget | None, max_overhead: s
         share = parse_fraction(max_overhead) if isinstance(max_overhead, str) else float(max_overhead or 0)
     except (BudgetError, TypeError, ValueError):
         share = math.nan
-    if isinstance(max_overhead, bool) or not 0 <= share < math.inf:
-        raise BudgetError(f"max_overhead is {max_overhead!r}: must be a fraction of the step time, 0 or more: write '10%' or 0.1")
+    if isinstance(max_overhead, bool) or not 0 <= share <= LARGEST_FRACTION:
+        raise BudgetError(
+            f"max_overhead is {max_overhead!r}: must be a fraction of the step time, from 0 to {LARGEST_FRACTION:.0f}: write "
+            "'10%' or 0.1"
+        )
     return Overhead(share)

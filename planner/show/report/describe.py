@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from planner.measure.run_plan import RunReport
     from planner.show.facts.streams import IdleTime
 
+_MANY = 10  # times eager PyTorch's memory, from which a budget is not given as a percentage of it
+
 
 def plan_data(plan: Plan) -> dict[str, object]:
     """Return the facts about a plan that ``planner solve`` and ``planner info`` print, as plain data."""
@@ -58,13 +60,13 @@ def plan_text(plan: Plan) -> str:
     """Return the text that ``planner solve`` prints about a plan: budget, predictions, bound, gap and status."""
     eager, counted = plan.eager_bytes, "" if plan.memory is CountedMemory.ALLOCATED else f" {plan.memory}"
     needs = "needs" if plan.memory is CountedMemory.ALLOCATED else "reserves"
-    share = (
-        f", {format_ratio(plan.budget_bytes / eager)} of the {format_bytes(eager)} that eager PyTorch {needs}" if eager else ""
-    )
+    share = plan.budget_bytes / eager if eager else 0.0
+    of_eager = f"{format_ratio(share)} of" if share < _MANY else f"over {_MANY:.0f} times"
+    said = f", {of_eager} the {format_bytes(eager)} that eager PyTorch {needs}" if eager else ""
     time_s, ratio = format_seconds(plan.predicted_s), f"{1 + plan.overhead:.4f}"
     ending = f": {plan.ending}" if plan.ending else ""
     lines = [
-        ("budget", f"{format_bytes(plan.budget_bytes)}{counted}{share}"),
+        ("budget", f"{format_bytes(plan.budget_bytes)}{counted}{said}"),
         *_describe_price(plan.settings),
         ("predicted peak", format_bytes(plan.peak_bytes)),
         *(() if plan.reserved is None else plan.reserved.list_lines()),

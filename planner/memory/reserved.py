@@ -10,7 +10,8 @@ exists is not modelled.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
+from typing import Self
 
 from graphs.addresses import Buffer
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
@@ -18,6 +19,7 @@ from graphs.allocators.glibc import GlibcAllocator
 from graphs.allocators.steering import Steering
 from graphs.allocators.training import (
     Training,
+    Usage,
     combine_passes,
     compute_reserved_in_arena_bytes,
     find_growth_above,
@@ -162,31 +164,75 @@ def predict_beside(graph: Graph, memory: CountedMemory) -> Beside:
     return Beside(library_bytes, _get_counted_context_bytes(graph, memory), in_use_bytes)
 
 
-def predict_reserved(
-    graph: Graph, schedule: Schedule, memory: CountedMemory, eager_bytes: int, arena: Steering | None = None
-) -> Reserved:
-    """Return the memory reserved on the CUDA device of `graph` for a training loop by `schedule`.
+@dataclass(frozen=True)
+class DeviceTraining:
+    """A training loop by a schedule on a CUDA device, and the memory reserved for it, each computed once.
 
-    Args:
+    Attributes:
+        training: its requests.
         memory: the kind of memory that the budget counts.
-        eager_bytes: bytes for plain eager PyTorch, from ``predict_eager_reserved_bytes``.
-        arena: the arena of the step, from ``plan_arena``; None if it runs in none.
+        context_bytes: CUDA's context, if the budget counts it, else 0.
     """
-    training, rules = build_training(graph, schedule), get_rules(memory)
-    usage = usage_of(training, rules)
-    reserved_bytes = usage.reserved_bytes
-    if arena is not None:
-        serves = arena.serves_optimizer
-        reserved_bytes = compute_reserved_in_arena_bytes(training, arena.pool_bytes, rules, serves_optimizer=serves)
-    return Reserved(
-        total_bytes=reserved_bytes,
-        allocated_bytes=usage.allocated_bytes,
-        eager_bytes=eager_bytes,
-        library_bytes=sum(training.libraries),
-        optimizer_bytes=sum(training.temporaries),
-        context_bytes=_get_counted_context_bytes(graph, memory),
-        expandable=memory.is_expandable,
-    )
+
+    training: Training
+    memory: CountedMemory
+    context_bytes: int
+
+    @classmethod
+    def of(cls, graph: Graph, schedule: Schedule, memory: CountedMemory = CountedMemory.RESERVED) -> Self:
+        """Return training by `schedule`, which is valid on `graph`."""
+        return cls(build_training(graph, schedule), memory, _get_counted_context_bytes(graph, memory))
+
+    @cached_property
+    def usage(self) -> Usage:
+        """The memory that it takes in no arena."""
+        return usage_of(self.training, get_rules(self.memory))
+
+    @property
+    def usual_bytes(self) -> int:
+        """Bytes reserved in no arena."""
+        return self.usage.reserved_bytes + self.context_bytes
+
+    @cached_property
+    def arena(self) -> Steering:
+        """The arena that its steps may run in."""
+        return plan_device_arena(self.training)
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes reserved with the arena."""
+        return self._count_in_arena(self.arena.pool_bytes, serves_optimizer=self.arena.serves_optimizer)
+
+    @cached_property
+    def least_arena_bytes(self) -> int:
+        """A lower bound on the bytes reserved in an arena; addresses are not planned."""
+        slab_bytes = bound_slab_bytes(self.training)
+        return min(self._count_in_arena(slab_bytes, serves_optimizer=serves) for serves in (False, True))
+
+    def _count_in_arena(self, pool_bytes: int, *, serves_optimizer: bool) -> int:
+        rules = get_rules(self.memory)
+        in_arena_bytes = compute_reserved_in_arena_bytes(self.training, pool_bytes, rules, serves_optimizer=serves_optimizer)
+        return in_arena_bytes + self.context_bytes
+
+    def is_in_arena(self, budget_bytes: int, *, arena: bool | None) -> bool:
+        """Return True if steps run in an arena: as `arena` says, or if they would reserve more than the budget without."""
+        return self.usual_bytes > budget_bytes if arena is None else arena
+
+    def predict(self, eager_bytes: int, *, in_arena: bool) -> Reserved:
+        """Return the memory reserved for it, given the bytes for plain eager PyTorch."""
+        return Reserved(
+            total_bytes=(self.arena_bytes if in_arena else self.usual_bytes) - self.context_bytes,
+            allocated_bytes=self.usage.allocated_bytes,
+            eager_bytes=eager_bytes,
+            library_bytes=sum(self.training.libraries),
+            optimizer_bytes=sum(self.training.temporaries),
+            context_bytes=self.context_bytes,
+            expandable=self.memory.is_expandable,
+        )
+
+    def find_growth_above(self, budget_bytes: int) -> dict[int, int]:
+        """Return, by step of the schedule, the bytes by which the reserved memory grows above a budget in that step."""
+        return find_growth_above(self.training, self.usage, budget_bytes - self.context_bytes)
 
 
 def predict_reserved_with_graphs(
@@ -200,24 +246,21 @@ def predict_reserved_with_graphs(
 
     Args:
         graph: the step with the copies as static memory (``planner.runtime.cuda.graphed_step.prepare_for_recording``).
-        memory, eager_bytes: as in ``predict_reserved``.
+        memory: the kind of memory that the budget counts.
+        eager_bytes: bytes for plain eager PyTorch, from ``predict_eager_reserved_bytes``.
         pool_bytes: size of the graphs' pool.
     """
     copied = [graph.tensors[t].size_bytes for t in sorted(graph.kept)]
     copies = tuple(Buffer(f"copy {i}", i, len(copied) + 1, size) for i, size in enumerate(copied) if size)
     tensors = (replace(t, size_bytes=0) if t.static and t.kind in (Kind.OUTPUT, Kind.GRADIENT) else t for t in graph.tensors)
-    training = build_training(replace(graph, tensors=tuple(tensors)), schedule)
-    rules = get_rules(memory)
-    usage = usage_of(replace(training, buffers=copies, moments=1), rules)
-    return Reserved(
-        total_bytes=usage.reserved_bytes + rules.choose_segment_bytes(sum(_GENERATOR_BYTES)) + pool_bytes,
-        allocated_bytes=usage.allocated_bytes + sum(map(rules.round_bytes, _GENERATOR_BYTES)) + pool_bytes,
-        eager_bytes=eager_bytes,
-        library_bytes=sum(training.libraries),
-        optimizer_bytes=sum(training.temporaries),
-        context_bytes=_get_counted_context_bytes(graph, memory),
+    training = DeviceTraining.of(replace(graph, tensors=tuple(tensors)), schedule, memory)
+    outside = replace(training, training=replace(training.training, buffers=copies, moments=1))
+    reserved, rules = outside.predict(eager_bytes, in_arena=False), get_rules(memory)
+    return replace(
+        reserved,
+        total_bytes=reserved.total_bytes + rules.choose_segment_bytes(sum(_GENERATOR_BYTES)) + pool_bytes,
+        allocated_bytes=reserved.allocated_bytes + sum(map(rules.round_bytes, _GENERATOR_BYTES)) + pool_bytes,
         pool_bytes=pool_bytes,
-        expandable=memory.is_expandable,
     )
 
 
@@ -234,19 +277,9 @@ def predict_reserved_for_passes(parts: Sequence[tuple[Graph, Schedule]], static:
     return usage_of(training, get_rules(memory)).reserved_bytes + _get_counted_context_bytes(parts[0][0], memory)
 
 
-def plan_arena(graph: Graph, schedule: Schedule) -> Steering:
-    """Return the arena of a step by `schedule` on the CUDA device of `graph`."""
-    return plan_device_arena(build_training(graph, schedule))
-
-
-def predict_reserved_bytes(
-    graph: Graph, schedule: Schedule | None, memory: CountedMemory | None = None, *, arena: bool = False
-) -> int | None:
-    """Return the bytes reserved on CUDA for training by `schedule`; None without a schedule, or on the CPU."""
-    if schedule is None or not is_on_cuda(graph):
-        return None
-    steering = plan_arena(graph, schedule) if arena else None
-    return predict_reserved(graph, schedule, memory or CountedMemory.RESERVED, 0, steering).device_bytes
+def predict_reserved_bytes(graph: Graph, schedule: Schedule | None, memory: CountedMemory) -> int | None:
+    """Return the bytes reserved on CUDA for training by `schedule` in no arena; None without a schedule, or on the CPU."""
+    return None if schedule is None or not is_on_cuda(graph) else DeviceTraining.of(graph, schedule, memory).usual_bytes
 
 
 def choose_arena(graph: Graph, memory: CountedMemory, *, asked: bool | None = None) -> bool | None:
@@ -260,22 +293,6 @@ def choose_arena(graph: Graph, memory: CountedMemory, *, asked: bool | None = No
     return None if countable and len(graph.pools) == 1 else False
 
 
-def is_run_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory, budget_bytes: int, *, arena: bool | None) -> bool:
-    """Return True if steps run in an arena on CUDA: as `arena` says, or if they would reserve more than the budget without."""
-    if arena is not None:
-        return arena
-    reserved_bytes = predict_reserved_bytes(graph, schedule, memory)
-    return reserved_bytes is not None and reserved_bytes > budget_bytes
-
-
-def bound_reserved_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory) -> int:
-    """Return a lower bound on the bytes reserved for training by `schedule` in an arena on CUDA; does not plan addresses."""
-    training = build_training(graph, schedule)
-    measure = partial(compute_reserved_in_arena_bytes, training, bound_slab_bytes(training), get_rules(memory))
-    reserved_bytes = min(measure(serves_optimizer=serves) for serves in (False, True))
-    return reserved_bytes + _get_counted_context_bytes(graph, memory)
-
-
 def predict_counted_bytes(graph: Graph, schedule: Schedule, memory: CountedMemory, *, arena: bool | None = None) -> int:
     """Return the bytes of `memory` that training by `schedule` needs, which a budget that counts it must have.
 
@@ -285,12 +302,12 @@ def predict_counted_bytes(graph: Graph, schedule: Schedule, memory: CountedMemor
     if memory is CountedMemory.ALLOCATED:
         return simulate(graph, schedule).peak_bytes
     arena = choose_arena(graph, memory, asked=arena)
-    usual_bytes = None if arena else predict_reserved_bytes(graph, schedule, memory)
-    if usual_bytes is not None and (arena is False or usual_bytes <= bound_reserved_in_arena(graph, schedule, memory)):
-        return usual_bytes
-    arena_bytes = predict_reserved_bytes(graph, schedule, memory, arena=True)
-    assert arena_bytes is not None  # on CUDA
-    return arena_bytes if usual_bytes is None else min(usual_bytes, arena_bytes)
+    training = DeviceTraining.of(graph, schedule, memory)
+    if arena:
+        return training.arena_bytes
+    if arena is False or training.usual_bytes <= training.least_arena_bytes:
+        return training.usual_bytes
+    return min(training.usual_bytes, training.arena_bytes)
 
 
 def predict_reserved_at(graph: Graph, schedule: Schedule | None, memory: CountedMemory, budget_bytes: int) -> int | None:
@@ -300,16 +317,9 @@ def predict_reserved_at(graph: Graph, schedule: Schedule | None, memory: Counted
     """
     if schedule is None or not is_on_cuda(graph):
         return None
-    has_arena = is_run_in_arena(graph, schedule, memory, budget_bytes, arena=choose_arena(graph, memory))
-    return predict_reserved_bytes(graph, schedule, memory, arena=has_arena)
-
-
-def find_growth_above_budget(graph: Graph, schedule: Schedule, memory: CountedMemory, budget_bytes: int) -> dict[int, int]:
-    """Return, by step of `schedule`, the bytes by which the reserved memory grows above a budget in that step."""
-    training = build_training(graph, schedule)
-    return find_growth_above(
-        training, usage_of(training, get_rules(memory)), budget_bytes - _get_counted_context_bytes(graph, memory)
-    )
+    training = DeviceTraining.of(graph, schedule, memory)
+    in_arena = training.is_in_arena(budget_bytes, arena=choose_arena(graph, memory))
+    return training.arena_bytes if in_arena else training.usual_bytes
 
 
 def predict_eager_bytes(graph: Graph, memory: CountedMemory) -> int:

@@ -18,13 +18,7 @@ from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
 from planner.memory.fit import Bracket
-from planner.memory.reserved import (
-    bound_reserved_in_arena,
-    choose_arena,
-    find_growth_above_budget,
-    predict_beside,
-    predict_reserved_bytes,
-)
+from planner.memory.reserved import DeviceTraining, choose_arena, predict_beside
 from planner.settings.counted_memory import CountedMemory
 from solvers.clock import measure_rest
 from solvers.margins import Margins, MarginSearch, add_margins
@@ -223,19 +217,17 @@ class _Search:
 
     def _judge(self, schedule: Schedule) -> tuple[int, int | None]:
         """Return the bytes that `schedule` reserves above the budget, and the least in an arena, where it may need one."""
-        graph, budget_bytes = self.request.graph, self.request.budget_bytes
-        usual_bytes = None if self.arena else self._predict_reserved_bytes(schedule, arena=False)
+        budget_bytes, training = self.request.budget_bytes, DeviceTraining.of(self.request.graph, schedule, self.memory)
+        usual_bytes = None if self.arena else self._note_least(schedule, training.usual_bytes)
         if usual_bytes is not None and (self.arena is False or usual_bytes <= budget_bytes):
             return usual_bytes - budget_bytes, None
-        least_bytes = arena_bytes = bound_reserved_in_arena(graph, schedule, self.memory)
+        least_bytes = arena_bytes = training.least_arena_bytes
         if arena_bytes <= budget_bytes:  # addresses take a second or more: not for what cannot fit
-            arena_bytes = self._predict_reserved_bytes(schedule, arena=True)
+            arena_bytes = self._note_least(schedule, training.arena_bytes)
         return min(arena_bytes, arena_bytes if usual_bytes is None else usual_bytes) - budget_bytes, least_bytes - budget_bytes
 
-    def _predict_reserved_bytes(self, schedule: Schedule, *, arena: bool) -> int:
+    def _note_least(self, schedule: Schedule, reserved_bytes: int) -> int:
         """Return the bytes reserved for `schedule`, and remember the least."""
-        reserved_bytes = predict_reserved_bytes(self.request.graph, schedule, self.memory, arena=arena)
-        assert reserved_bytes is not None  # on CUDA
         if self._least_bytes is None or reserved_bytes < self._least_bytes:
             self._least_bytes = reserved_bytes
             if self.on_least is not None:
@@ -254,7 +246,8 @@ class _Search:
         graph = self.request.graph
         in_memory = simulate(graph, schedule).memory_bytes
         found: dict[int, int] = {}
-        for index, more_bytes in find_growth_above_budget(graph, schedule, self.memory, self.request.budget_bytes).items():
+        training = DeviceTraining.of(graph, schedule, self.memory)
+        for index, more_bytes in training.find_growth_above(self.request.budget_bytes).items():
             step = schedule.steps[index]
             assert isinstance(step, Compute)  # which alone asks for memory
             op = graph.ops[step.op]

@@ -17,7 +17,7 @@ from graphs.options.compress import predict_gradient_error
 from graphs.options.selection import describe_differences
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds
-from planner.memory.reserved import plan_arena, predict_reserved
+from planner.memory.reserved import DeviceTraining
 from planner.plans.record import GraphSummary, PlanRecord
 from planner.plans.summary import check_same_graph, get_other_peaks, summarize
 from planner.settings.option_settings import apply_recorded_options
@@ -158,8 +158,8 @@ def _list_reserved_differences(plan: PlanRecord, graph: Graph) -> list[str]:
     said = plan.reserved
     if said is None:
         return []
-    arena = None if plan.arena_bytes is None else plan_arena(graph, plan.schedule)
-    found = predict_reserved(graph, plan.schedule, plan.memory, said.eager_bytes, arena)
+    training = DeviceTraining.of(graph, plan.schedule, plan.memory)
+    found = training.predict(said.eager_bytes, in_arena=plan.arena_bytes is not None)
     found = replace(found, context_bytes=said.context_bytes)  # that was measured where the graph was traced
     return [] if found == said else [f"that {_format_exact(said.total_bytes)} are reserved, but its schedule has {found}"]
 

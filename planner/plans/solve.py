@@ -24,14 +24,12 @@ from planner.memory.allocated_budget import REORDERED, build_solver, map_result_
 from planner.memory.known_budgets import KnownBudgets
 from planner.memory.least_memory import solve_least_memory
 from planner.memory.reserved import (
+    DeviceTraining,
     choose_arena,
     choose_memory,
     is_on_cuda,
-    is_run_in_arena,
-    plan_arena,
     predict_eager_bytes,
     predict_eager_reserved_bytes,
-    predict_reserved,
 )
 from planner.memory.reserved_budget import combine_stops, solve_counted
 from planner.plans.plan import Plan
@@ -301,11 +299,11 @@ class _Plans:
         )
         if self.eager_reserved_bytes is None:
             return plan
-        has_arena = is_run_in_arena(graph, schedule, self.memory, result.budget_bytes, arena=self.arena)
-        arena = plan_arena(graph, schedule) if has_arena else None
-        if arena is not None:
-            plan = replace(plan, arena_bytes=arena.slab_bytes, outside_arena_bytes=arena.outside_bytes)
-        return replace(plan, reserved=predict_reserved(graph, schedule, self.memory, self.eager_reserved_bytes, arena))
+        training = DeviceTraining.of(graph, schedule, self.memory)
+        in_arena = training.is_in_arena(result.budget_bytes, arena=self.arena)
+        if in_arena:
+            plan = replace(plan, arena_bytes=training.arena.slab_bytes, outside_arena_bytes=training.arena.outside_bytes)
+        return replace(plan, reserved=training.predict(self.eager_reserved_bytes, in_arena=in_arena))
 
 
 def _solve_least_memory(request: Request, overhead: float, settings: PlanSettings) -> Result:
@@ -351,8 +349,10 @@ def judge_on(graph: Graph, plan: Plan) -> Plan:
     """
     found = simulate(graph, plan.schedule)
     bound_s = graph.time_s if graph.plain else None
-    arena = plan_arena(graph, plan.schedule) if plan.reserved and plan.arena_bytes is not None else None
-    reserved = plan.reserved and predict_reserved(graph, plan.schedule, plan.memory, plan.reserved.eager_bytes, arena)
+    reserved = plan.reserved
+    if reserved is not None:
+        training = DeviceTraining.of(graph, plan.schedule, plan.memory)
+        reserved = training.predict(reserved.eager_bytes, in_arena=plan.arena_bytes is not None)
     return replace(
         plan,
         graph=summarize(graph),

@@ -31,7 +31,7 @@ from planner.capture.guards.assertions import UNPLANNED
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch, has_fewer_rows, join_returned, split_arguments
 from planner.capture.step import TrainingStep
-from planner.memory.reserved import needs_libraries, plan_arena
+from planner.memory.reserved import DeviceTraining, needs_libraries
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.changed_inputs import ChangedInputs
 from planner.runtime.code import Backward, Code, Forward, Stage, check_runnable, compile_schedule
@@ -186,7 +186,7 @@ class Executor:
             if (expected := predict_step(self.graph, self.schedule, offsets)) is not None:
                 self.arena.expect(*expected)
         else:
-            self.arena = DeviceArena(shared, plan_arena(self.graph, self.schedule), accumulate=self.accumulates)
+            self.arena = DeviceArena(shared, DeviceTraining.of(self.graph, self.schedule).arena, accumulate=self.accumulates)
             self.launched = self._compile_passes()
         self._wrap_in_stages()
 

@@ -10,7 +10,7 @@ from graphs.errors import LimitError, MismatchError, UsageError
 from graphs.ir import Graph
 from graphs.synthetic.small import make_training_chain
 from planner.memory.arena_rules import plan_device_arena
-from planner.memory.reserved import plan_arena, predict_reserved
+from planner.memory.reserved import DeviceTraining
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.plans.plan_check import check_plan
@@ -63,7 +63,7 @@ def test_plans_in_an_arena_are_within_their_budget_and_no_slower(share: int) -> 
     plain, plan = (solve(graph, f"{share}%", work_limit=6.0, arena=arena) for arena in (False, True))
     assert plan.reserved_bytes <= plan.budget_bytes == plain.budget_bytes
     assert plan.time_s <= plain.time_s
-    steering = plan_arena(graph, plan.schedule)
+    steering = DeviceTraining.of(graph, plan.schedule).arena
     assert (plan.arena_bytes, plan.outside_arena_bytes) == (steering.slab_bytes, steering.outside_bytes)
     assert plan.reserved_bytes == plan.predicted_bytes == graph.static_bytes + steering.pool_bytes
     assert plan.memory is CountedMemory.RESERVED
@@ -77,8 +77,8 @@ def test_a_plan_that_would_reserve_too_much_has_an_arena_by_itself(share: int) -
     plan = solve(graph, f"{share}%", work_limit=6.0, on_plan=seen.append)
     without = solve(graph, f"{share}%", work_limit=6.0, arena=False)
     assert all(one.reserved_bytes is not None and one.reserved_bytes <= plan.budget_bytes for one in seen)
-    steering = plan_arena(graph, plan.schedule)
-    in_segments = predict_reserved(graph, plan.schedule, plan.memory, 0).total_bytes
+    steering = DeviceTraining.of(graph, plan.schedule).arena
+    in_segments = DeviceTraining.of(graph, plan.schedule).predict(0, in_arena=False).total_bytes
     assert graph.static_bytes + steering.pool_bytes == plan.reserved_bytes <= plan.budget_bytes < in_segments
     assert (plan.arena_bytes, without.arena_bytes) == (steering.slab_bytes, None)
     assert plan.time_s < without.time_s
@@ -137,7 +137,7 @@ def test_plans_that_need_no_arena_or_can_have_none_run_in_none() -> None:
 def test_a_plan_in_an_arena_reserves_less_than_in_segments() -> None:
     graph = mixed()
     plan = solve(graph, "60%", work_limit=6.0, arena=True)
-    usual = predict_reserved(graph, plan.schedule, plan.memory, 0)
+    usual = DeviceTraining.of(graph, plan.schedule).predict(0, in_arena=False)
     assert plan.peak_bytes <= plan.reserved.total_bytes < usual.total_bytes
 
 

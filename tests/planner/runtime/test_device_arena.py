@@ -247,7 +247,7 @@ def test_a_step_that_takes_further_large_segments_has_a_new_pool() -> None:
         steering = steer(build_training(executor.graph, executor.schedule), {}, 0)  # without holes, in the smallest slab
         assert steering.grows and not arena.steering.grows
         monkeypatch = pytest.MonkeyPatch()
-        monkeypatch.setattr("planner.runtime.executor.plan_arena", lambda *_: steering)
+        monkeypatch.setattr("planner.memory.reserved.plan_device_arena", lambda _: steering)
         executor.use_arena(arena.shared)
         monkeypatch.undo()
         arena = executor.arena

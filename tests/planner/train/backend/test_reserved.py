@@ -51,7 +51,7 @@ def test_single_graph_is_planned_within_a_reserved_budget(graphs: list[PlannedGr
     twin = trained(model, x, "80%", memory="reserved")
     (graph,) = (planned.captured.graph for planned in graphs)
     whole_bytes = predict_eager_reserved_bytes(graph, CountedMemory.RESERVED)
-    reserved_bytes = predict_reserved_bytes(graph, graphs[0].schedule)
+    reserved_bytes = predict_reserved_bytes(graph, graphs[0].schedule, CountedMemory.RESERVED)
     assert reserved_bytes <= 0.8 * whole_bytes
     assert len(graphs[0].schedule.computed) > len(graph.ops)
     model(x).sum().backward()

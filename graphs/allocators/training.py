@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 from typing import Any, Protocol
 
 from graphs.addresses import Buffer, buffers_of, count_moments
-from graphs.allocators.caching import DEFAULT, Block, CachingAllocator, DeviceFullError, Level, Rules
+from graphs.allocators.caching import DEFAULT, CachingAllocator, DeviceFullError, Level, Rules
 from graphs.ir import Graph, Kind, Tensor
 from graphs.optimizers import MeasuredOptimizer, get_optimizer_memory, get_traced_optimizer
 from graphs.pools import DEVICE
@@ -223,17 +223,15 @@ def compute_reserved_in_arena_bytes(
     if not serves_optimizer:
         return compute_outside_pool_bytes(training, rules) + pool_bytes
     allocator = CachingAllocator(rules=rules)
-
-    def allocate(sizes: Iterable[int]) -> list[Block]:
-        return [allocator.allocate(size_bytes) for size_bytes in sizes]
-
-    allocate((*training.static, *training.libraries))
+    for size_bytes in (*training.static, *training.libraries):
+        allocator.allocate(size_bytes)
     end = max((buffer.upper for buffer in training.buffers), default=0)
     copied_bytes = sum(rules.round_bytes(buffer.size) for buffer in training.buffers if buffer.upper == end)
-    copies = allocate([rules.choose_segment_bytes(copied_bytes)])
+    copies = allocator.allocate(rules.choose_segment_bytes(copied_bytes))
     copying_bytes = allocator.reserved.bytes + pool_bytes
-    allocate(training.state)
-    for block in (*allocate(training.temporaries), *copies):
+    for size_bytes in training.state:
+        allocator.allocate(size_bytes)
+    for block in (*[allocator.allocate(size_bytes) for size_bytes in training.temporaries], copies):
         allocator.free(block)
     optimizing_bytes = allocator.reserved.bytes
     allocator.release_unused()

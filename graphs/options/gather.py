@@ -228,14 +228,11 @@ def _find_last(graph: Graph, gradients: Sequence[int]) -> int:
 
 
 def _set_producers(tensors: Sequence[Tensor], ops: Sequence[Op], kept: Collection[int]) -> tuple[Tensor, ...]:
-    producers: dict[int, list[int]] = {}
+    producers: dict[int, list[int]] = {tensor.id: [] for tensor in tensors}
     for op in ops:
         for t in op.outputs:
-            producers.setdefault(t, []).append(op.id)
-
-    def set_producers(tensor: Tensor) -> Tensor:
-        passed_on = tensor.kind is Kind.GRADIENT and tensor.id not in kept
-        kind = Kind.ACTIVATION if passed_on else tensor.kind
-        return replace(tensor, producers=tuple(producers.get(tensor.id, ())), kind=kind)
-
-    return tuple(map(set_producers, tensors))
+            producers[t].append(op.id)
+    passed_on = {tensor.id for tensor in tensors if tensor.kind is Kind.GRADIENT and tensor.id not in kept}
+    return tuple(
+        replace(t, producers=tuple(producers[t.id]), kind=Kind.ACTIVATION if t.id in passed_on else t.kind) for t in tensors
+    )

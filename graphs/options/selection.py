@@ -70,18 +70,14 @@ def remove_ops(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
     new_op = {op.id: i for i, op in enumerate(ops)}
     made = [t for t in graph.tensors if t.static or any(p in new_op for p in t.producers)]
     new_tensor = {t.id: i for i, t in enumerate(made)}
-
-    def move(ids: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(new_tensor[t] for t in ids)
-
     tensors = (replace(t, id=i, producers=tuple(new_op[p] for p in t.producers if p in new_op)) for i, t in enumerate(made))
     renamed = (
         replace(
             op,
             id=i,
-            inputs=move(op.inputs),
-            outputs=move(op.outputs),
-            mutates=move(op.mutates),
+            inputs=tuple(map(new_tensor.__getitem__, op.inputs)),
+            outputs=tuple(map(new_tensor.__getitem__, op.outputs)),
+            mutates=tuple(map(new_tensor.__getitem__, op.mutates)),
             overwrites=tuple((new_tensor[o], new_tensor[t]) for o, t in op.overwrites),
         )
         for i, op in enumerate(ops)

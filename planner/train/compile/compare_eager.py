@@ -61,12 +61,9 @@ def compare_with_eager(
     Differences that `plan` allows are measured, but not where they begin; of a lossy one the error of gradients too. Time and
     peak of an earlier comparison are reused if the bits are equal in both.
     """
-    reference, reference_name = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
-    reference_name = reference_name if together.is_alone else _FSDP2
+    reference, reference_name = _choose_reference(captured, step, together)
     if captured.whole is not None and not together.is_alone:  # whose kernels would read beyond shards
         return EagerComparison(failure="torch.compile does not compile its hooks", reference=reference_name)
-    if captured.guards is not None:
-        reference = captured.guards.wrap_uncounted(reference, step)
     device = next(step.parameters()).device
     if failure := _find_first(together, explain_not_fitting(captured.graph, device)):
         return EagerComparison(failure=failure, reference=reference_name)
@@ -108,6 +105,14 @@ def compare_with_eager(
         gradient_error=plain.compute_gradient_error(found) if lossy or own_error is not None else None,
         eager_error=own_error,
     )
+
+
+def _choose_reference(captured: Capture, step: TrainingStep, together: SingleProcess) -> tuple[Step, str]:
+    """Return the step to compare with, and its name."""
+    reference, name = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
+    if captured.guards is not None:
+        reference = captured.guards.wrap_uncounted(reference, step)
+    return reference, name if together.is_alone else _FSDP2
 
 
 def _describe_failure(error: Exception, device: torch.device) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.distributed import on_two
+from tests.support.distributed import on_processes
 from tests.support.marks import slow
 from tests.support.memory_limits import front_ends
 from tests.support.processes import run_apart
@@ -40,7 +40,7 @@ def test_front_ends_train_exactly_under_a_memory_cap(check: str) -> None:
 
 @pytest.mark.slow
 def test_training_on_two_processes_under_a_cap(tmp_path: Path) -> None:
-    on_two((front_ends.two_processes,), tmp_path)
+    on_processes(2, (front_ends.two_processes,), tmp_path)
 
 
 def test_planning_uses_at_most_plan_memory_and_releases_it() -> None:

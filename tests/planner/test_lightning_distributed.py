@@ -1,6 +1,7 @@
 """PyTorch Lightning on two processes: training and logs bitwise equal to DDP or FSDP2 without a plan."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,8 +22,9 @@ from graphs.options.gather import GATHER, REDUCE  # noqa: E402
 from planner.lightning import PlannedTraining  # noqa: E402
 from planner.torch_private.core import get_local_tensor  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402
-from tests.support.distributed import on_two  # noqa: E402
+from tests.support.distributed import on_processes  # noqa: E402
 from tests.support.integrations.lightning import QUICK, Module, trained  # noqa: E402
+from tests.support.marks import slow  # noqa: E402
 
 
 class Loaded(Module):
@@ -132,23 +134,9 @@ def check_differing_sizes(rank: int) -> None:
         fitted(Uneven(), PlannedTraining(HALF_WAY, **QUICK), strategy="ddp", use_distributed_sampler=False)
 
 
-def test_trains_as_lightning_alone_under_ddp(tmp_path: Path) -> None:
-    on_two((check_ddp,), tmp_path)
-
-
-@pytest.mark.slow
-def test_trains_as_lightning_alone_under_fsdp2(tmp_path: Path) -> None:
-    on_two((check_sharded,), tmp_path)
-
-
-@pytest.mark.slow
-def test_planned_ddp_on_batches_of_differing_sizes_equals_ddp(tmp_path: Path) -> None:
-    on_two((check_differing_sizes,), tmp_path)
-
-
-@pytest.mark.slow
-def test_planned_training_equals_each_variant_of_ddp(tmp_path: Path) -> None:
-    on_two((check_variants,), tmp_path)
+@pytest.mark.parametrize("check", [check_ddp, *slow(check_sharded, check_differing_sizes, check_variants)])
+def test_trains_as_lightning_alone(check: Callable[[int], None], tmp_path: Path) -> None:
+    on_processes(2, (check,), tmp_path)
 
 
 @pytest.mark.slow

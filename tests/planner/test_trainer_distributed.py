@@ -1,6 +1,7 @@
 """The ``Trainer`` of Hugging Face on two processes: as under DDP or FSDP2 without a plan, to the last bit."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,8 +23,9 @@ from graphs.errors import PlannerError  # noqa: E402
 from graphs.options.gather import GATHER  # noqa: E402
 from planner.huggingface import PlannedTrainer  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402
-from tests.support.distributed import on_two  # noqa: E402
+from tests.support.distributed import on_processes  # noqa: E402
 from tests.support.integrations.huggingface import assert_same, planned_options, sentences, summed, trained  # noqa: E402
+from tests.support.marks import slow  # noqa: E402
 
 SHORT, LONG = sentences(8), sentences(8, longer=4)[4:]  # two batches of 16 tokens, one of 20
 
@@ -99,20 +101,8 @@ def check_sharded(rank: int) -> None:
     assert sum(op.target == GATHER for op in graph.ops) > 1
 
 
-def test_trains_as_the_trainer_alone_under_ddp(tmp_path: Path) -> None:
-    on_two((check_accumulation,), tmp_path)
-
-
-@pytest.mark.slow
-def test_trains_as_the_trainer_alone_under_fsdp2(tmp_path: Path) -> None:
-    on_two((check_sharded,), tmp_path)
-
-
-@pytest.mark.slow
-def test_batches_of_other_sizes_under_ddp(tmp_path: Path) -> None:
-    on_two((check_other_sizes, check_differing_sizes), tmp_path)
-
-
-@pytest.mark.slow
-def test_smoothed_labels_in_half_precision_under_ddp(tmp_path: Path) -> None:
-    on_two((check_smoothed_labels,), tmp_path)
+@pytest.mark.parametrize(
+    "check", [check_accumulation, *slow(check_sharded, check_other_sizes, check_differing_sizes, check_smoothed_labels)]
+)
+def test_trains_as_the_trainer_alone(check: Callable[[int], None], tmp_path: Path) -> None:
+    on_processes(2, (check,), tmp_path)

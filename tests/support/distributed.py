@@ -2,7 +2,7 @@
 
 import faulthandler
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,12 +15,7 @@ from tests.support.budgets import half_way_known
 from tests.support.processes import FORKSERVER, begin
 
 
-def on_two(checks: tuple[Callable[[int], None], ...], folder: Path) -> None:
-    """Call each of `checks` with its rank, on two processes; what fails there fails here."""
-    on_processes(2, checks, folder)
-
-
-def on_processes(count: int, checks: tuple[Callable[[int], None], ...], folder: Path) -> None:
+def on_processes(count: int, checks: Sequence[Callable[[int], None]], folder: Path) -> None:
     """Call each of `checks` with its rank, on `count` processes; what fails there fails here."""
     given = (count, checks, str(folder / "store"))
     torch.multiprocessing.start_processes(_fork, given, nprocs=1, start_method=FORKSERVER)
@@ -40,12 +35,12 @@ def update_both(eager: nn.Module, planned: nn.Module, optimizers: list[torch.opt
         assert torch.equal(get_local_tensor(wanted), get_local_tensor(found))
 
 
-def _fork(_: int, count: int, checks: tuple[Callable[[int], None], ...], store: str) -> None:
+def _fork(_: int, count: int, checks: Sequence[Callable[[int], None]], store: str) -> None:
     """Start all of them from a process that has imported the rest of what `checks` need, and has started no thread yet."""
     torch.multiprocessing.start_processes(_worker, (count, checks, store), nprocs=count, start_method="fork")
 
 
-def _worker(rank: int, count: int, checks: tuple[Callable[[int], None], ...], store: str) -> None:
+def _worker(rank: int, count: int, checks: Sequence[Callable[[int], None]], store: str) -> None:
     world = str(count)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}  # a file, no port, is used

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import planner
 from graphs.errors import BudgetError, InfeasibleError, PlannerError
 from planner.train.backend import checkpoint
-from tests.support.distributed import on_two
+from tests.support.distributed import on_processes
 from tests.support.logs import lines_of
 from tests.support.models.backend import Broken, measured_bytes, stack, step_of
 from tests.support.raised_warnings import raise_warnings
@@ -245,7 +245,7 @@ def check_ddp(rank: int) -> None:
 
 @pytest.mark.slow
 def test_ddp_around_a_checkpointed_model(tmp_path: Path) -> None:
-    on_two((check_ddp,), tmp_path)
+    on_processes(2, (check_ddp,), tmp_path)
 
 
 class BreaksInALoop(nn.Module):

@@ -34,7 +34,7 @@ from planner.train.distributed.wrappers import unwrap
 from solvers.clock import WorkClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
 from tests.support.budgets import HALF_WAY
-from tests.support.distributed import on_two
+from tests.support.distributed import on_processes
 from tests.support.models.residual_blocks import mlp_block
 
 Batch = tuple[Tensor, Tensor]
@@ -325,14 +325,14 @@ def check_offload(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
 
 def test_two_processes_train_by_one_plan(tmp_path: Path) -> None:
     """One test of all, as starting the processes takes as long as several checks."""
-    on_two((partial(check_backend, wrap=DistributedDataParallel), check_errors, check_ddp, check_fsdp2), tmp_path)
+    on_processes(2, (partial(check_backend, wrap=DistributedDataParallel), check_errors, check_ddp, check_fsdp2), tmp_path)
 
 
 @pytest.mark.slow
 def test_two_processes_copy_to_the_host_and_swap_plans(tmp_path: Path) -> None:
     with_ddp = (partial(check, wrap=DistributedDataParallel) for check in (check_offload, check_backend_with_offload))
     with_fsdp2 = (partial(check, wrap=sharded) for check in (check_offload, check_backend))
-    on_two((*with_ddp, check_swaps, *with_fsdp2), tmp_path)
+    on_processes(2, (*with_ddp, check_swaps, *with_fsdp2), tmp_path)
 
 
 @pytest.mark.slow
@@ -342,7 +342,7 @@ def test_two_processes_train_in_arenas(tmp_path: Path) -> None:
     with_fsdp2 = partial(check_arena, wrap=sharded, sync=reduce_each)
     with_backend = (partial(check_backend, wrap=wrap, arena=True) for wrap in (DistributedDataParallel, sharded))
     tight = (partial(check_tight_memory, wrap=wrap) for wrap in (DistributedDataParallel, sharded))
-    on_two((with_ddp, partial(check_swaps, arena=True), with_fsdp2, *with_backend, *tight), tmp_path)
+    on_processes(2, (with_ddp, partial(check_swaps, arena=True), with_fsdp2, *with_backend, *tight), tmp_path)
 
 
 def test_plain_models_are_not_wrapped_and_data_parallel_raises() -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from tests.support.distributed import on_two
+from tests.support.distributed import on_processes
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 
@@ -70,4 +70,4 @@ def check(rank: int, wrap: Callable[[nn.Module], nn.Module], budget: str) -> Non
 @pytest.mark.slow
 def test_two_processes_train_by_one_plan(tmp_path: Path) -> None:
     with_fsdp2 = (partial(check, wrap=shard, budget=budget) for budget in ("100%", "85%"))
-    on_two((partial(check, wrap=DistributedDataParallel, budget="100%"), *with_fsdp2), tmp_path)
+    on_processes(2, (partial(check, wrap=DistributedDataParallel, budget="100%"), *with_fsdp2), tmp_path)

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -47,7 +47,7 @@ from planner.train.distributed.wrappers import unwrap
 from solvers.bounds import bound_least_budget
 from tests.support.budgets import HALF_WAY
 from tests.support.distributed import on_processes, update_both
-from tests.support.marks import slow
+from tests.support.marks import slow, slow_except
 from tests.support.models.residual_blocks import mlp_block
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -526,24 +526,81 @@ def check_refusals_of_meshes(rank: int) -> None:
         planner.compile(model.head, compute_loss, batch, budget="1GB")
 
 
-def test_two_processes_train_as_fsdp2(tmp_path: Path) -> None:
-    tied = partial(check_bits, model={"tied": True, "frozen": True})
-    on_processes(
-        2, (tied, check_crossing, check_peak_in_a_reduction, check_capture, check_gathered_parts, check_comparison), tmp_path
-    )
+Options = dict[str, Any]
+TIED: Options = {"model": {"tied": True, "frozen": True}}
+UNEVEN: Options = {"model": {"vocabulary": 97}}
+ON_HALF, ON_CAST, ON_SIXTEEN = ({"policy": {"mp_policy": policy}} for policy in (HALF, CAST, SIXTEEN))
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
-def test_a_step_in_an_arena_takes_what_was_planned(tmp_path: Path) -> None:
-    """Also where an output and a buffer of a reduction have one size, and where gradients of several batches are added."""
-    half = partial(check_bits, policy={"mp_policy": SIXTEEN}, settings=ARENA)
-    on_processes(2, (half, partial(check_bits, batches=2, settings=ARENA)), tmp_path)
+def list_checks(check: Callable[..., None], *options: Options) -> list[Callable[[int], None]]:
+    """Return `check` with each of `options`."""
+    return [partial(check, **each) for each in options]
+
+
+# The number of processes, and what each of them checks.
+CHECKS: dict[str, tuple[int, Sequence[Callable[[int], None]]]] = {
+    "bits and memory": (
+        2,
+        (
+            *list_checks(check_bits, TIED),
+            *(check_crossing, check_peak_in_a_reduction, check_capture, check_gathered_parts, check_comparison),
+        ),
+    ),
+    # An output and a buffer of a reduction have one size; gradients of several batches are added.
+    "arena": (2, list_checks(check_bits, {**ON_SIXTEEN, "settings": ARENA}, {"batches": 2, "settings": ARENA})),
+    "settings of reductions": (2, (check_divide_factor, check_own_communication, check_refusals)),
+    "overlap": (
+        2,
+        (*list_checks(check_overlap, TIED, {"settings": OFFLOAD}), partial(check_peak_in_a_reduction, settings=OVERLAP)),
+    ),
+    "sums": (2, (check_sums, check_changes_between_passes, check_sums_over_budget)),
+    "arena of a hybrid mesh": (4, list_checks(check_bits, {"hybrid": True, "settings": ARENA})),
+    "overlap in half precision": (2, list_checks(check_overlap, ON_HALF, ON_SIXTEEN, {"batches": 2})),
+    "overlap on three processes": (3, list_checks(check_overlap, UNEVEN)),
+    "overlap in a hybrid mesh": (4, list_checks(check_overlap, {"hybrid": True}, {"hybrid": True, **ON_SIXTEEN})),
+    "sums in half precision and of some units": (
+        2,
+        list_checks(check_sums, ON_HALF, ON_CAST, ON_SIXTEEN, TIED, {"together": False}, {"settings": OVERLAP}),
+    ),
+    "sums on three processes": (3, list_checks(check_sums, UNEVEN, {**UNEVEN, **ON_HALF})),
+    "least budget": (2, (check_least,)),
+    "half precision": (2, list_checks(check_bits, ON_HALF, ON_CAST, ON_SIXTEEN)),
+    "groups, ignored parameters and accumulation": (
+        2,
+        (
+            *list_checks(check_bits, {"grouped": True}, {"ignored": True}, {"batches": 2}),
+            *(check_earlier_gradients, check_options_of_steps),
+        ),
+    ),
+    "uneven sizes": (3, list_checks(check_bits, UNEVEN, {"model": {"vocabulary": 97, "tied": True}}, {**UNEVEN, **ON_HALF})),
+    "hybrid mesh": (
+        4,
+        (
+            *list_checks(check_bits, {"hybrid": True}, {"hybrid": True, **ON_HALF}, {"hybrid": True, **ON_SIXTEEN}),
+            # With 2, the only factor that gloo has.
+            partial(check_divide_factor, factors=(2.0,), only_sums=False, hybrid=True),
+            check_refusals_of_meshes,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(CHECKS, "bits and memory", "arena", "settings of reductions", "overlap", "sums"))
+def test_processes_train_as_fsdp2(name: str, tmp_path: Path) -> None:
+    if "arena" in name and shutil.which("g++") is None:
+        pytest.skip("the allocator is compiled with g++")
+    on_processes(*CHECKS[name], tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
-def test_a_step_of_a_hybrid_mesh_in_an_arena_takes_what_was_planned(tmp_path: Path) -> None:
-    on_processes(4, (partial(check_bits, hybrid=True, settings=ARENA),), tmp_path)
+def test_checkpoints_clipping_and_evaluation_between_steps(tmp_path: Path) -> None:
+    on_processes(2, (partial(check_around_steps, folder=tmp_path),), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of the process from /proc")
+def test_planning_takes_no_more_than_the_budget(tmp_path: Path) -> None:
+    on_processes(2, (check_memory_of_planning,), tmp_path)
 
 
 def test_a_collective_is_waited_for_until_its_buffer_is_free() -> None:
@@ -556,92 +613,6 @@ def test_a_collective_is_waited_for_until_its_buffer_is_free() -> None:
 
     run_on_buffer(torch.zeros(4), issue)
     assert not held
-
-
-def test_settings_of_reductions(tmp_path: Path) -> None:
-    on_processes(2, (check_divide_factor, check_own_communication, check_refusals), tmp_path)
-
-
-def test_collectives_overlap_with_computation(tmp_path: Path) -> None:
-    tied = partial(check_overlap, model={"tied": True, "frozen": True})
-    peak = partial(check_peak_in_a_reduction, settings=OVERLAP)
-    on_processes(2, (tied, partial(check_overlap, settings=OFFLOAD), peak), tmp_path)
-
-
-@pytest.mark.slow
-def test_collectives_of_all_kinds_overlap_with_computation(tmp_path: Path) -> None:
-    policies = (partial(check_overlap, policy={"mp_policy": policy}) for policy in (HALF, SIXTEEN))
-    on_processes(2, (*policies, partial(check_overlap, batches=2)), tmp_path)
-
-
-@pytest.mark.slow
-def test_collectives_overlap_on_three_processes_and_in_a_hybrid_mesh(tmp_path: Path) -> None:
-    (tmp_path / "hybrid").mkdir()
-    on_processes(3, (partial(check_overlap, model={"vocabulary": 97}),), tmp_path)
-    hybrid = partial(check_overlap, hybrid=True)
-    on_processes(4, (hybrid, partial(check_overlap, hybrid=True, policy={"mp_policy": SIXTEEN})), tmp_path / "hybrid")
-
-
-def test_two_processes_sum_whole_gradients_as_fsdp2(tmp_path: Path) -> None:
-    on_processes(2, (check_sums, check_changes_between_passes, check_sums_over_budget), tmp_path)
-
-
-@pytest.mark.slow
-def test_sums_of_whole_gradients_in_half_precision_and_of_some_units(tmp_path: Path) -> None:
-    policies = (partial(check_sums, policy={"mp_policy": policy}) for policy in (HALF, CAST, SIXTEEN))
-    tied = partial(check_sums, model={"tied": True, "frozen": True})
-    overlapped = partial(check_sums, settings=OVERLAP)
-    on_processes(2, (*policies, tied, partial(check_sums, together=False), overlapped), tmp_path)
-
-
-@pytest.mark.slow
-def test_sums_of_whole_gradients_on_three_processes(tmp_path: Path) -> None:
-    uneven = {"vocabulary": 97}
-    on_processes(3, (partial(check_sums, model=uneven), partial(check_sums, model=uneven, policy={"mp_policy": HALF})), tmp_path)
-
-
-@pytest.mark.slow
-def test_units_are_gathered_again_at_the_least_budget(tmp_path: Path) -> None:
-    on_processes(2, (check_least,), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of the process from /proc")
-def test_planning_takes_no_more_than_the_budget(tmp_path: Path) -> None:
-    on_processes(2, (check_memory_of_planning,), tmp_path)
-
-
-@pytest.mark.slow
-def test_two_processes_in_half_precision(tmp_path: Path) -> None:
-    policies = tuple(partial(check_bits, policy={"mp_policy": policy}) for policy in (HALF, CAST, SIXTEEN))
-    on_processes(2, policies, tmp_path)
-
-
-@pytest.mark.slow
-def test_groups_ignored_parameters_and_accumulation(tmp_path: Path) -> None:
-    checks = (partial(check_bits, grouped=True), partial(check_bits, ignored=True), partial(check_bits, batches=2))
-    on_processes(2, (*checks, check_earlier_gradients, check_options_of_steps), tmp_path)
-
-
-@pytest.mark.slow
-def test_checkpoints_clipping_and_evaluation_between_steps(tmp_path: Path) -> None:
-    on_processes(2, (partial(check_around_steps, folder=tmp_path),), tmp_path)
-
-
-@pytest.mark.slow
-def test_uneven_sizes_on_three_processes(tmp_path: Path) -> None:
-    uneven = {"vocabulary": 97}
-    half = partial(check_bits, model=uneven, policy={"mp_policy": HALF})
-    on_processes(3, (partial(check_bits, model=uneven), partial(check_bits, model={**uneven, "tied": True}), half), tmp_path)
-
-
-@pytest.mark.slow
-def test_hybrid_mesh_on_four_processes(tmp_path: Path) -> None:
-    hybrid = partial(check_bits, hybrid=True)
-    half = partial(check_bits, hybrid=True, policy={"mp_policy": HALF})
-    sixteen = partial(check_bits, hybrid=True, policy={"mp_policy": SIXTEEN})
-    factor = partial(check_divide_factor, factors=(2.0,), only_sums=False, hybrid=True)  # with 2, the only one gloo has
-    on_processes(4, (hybrid, half, sixteen, factor, check_refusals_of_meshes), tmp_path)
 
 
 def leave_alone(rank: int, *, how: str, settings: dict[str, Any]) -> None:

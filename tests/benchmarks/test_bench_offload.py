@@ -1,4 +1,4 @@
-"""``make bench-offload``: rows of what recomputes, offloads or does both, of what others do, and their table."""
+"""``make bench-offload``: rows of steps that recompute, offload or do both, the largest sizes with each, and their tables."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import offload
+from benchmarks import command, offload
 from benchmarks.offload import (
     BOTH,
     METHODS,
@@ -23,11 +23,14 @@ from benchmarks.offload import (
     format_table,
     solve,
 )
+from benchmarks.offload_sizes import CASES, STUDY, TABLE, SizeCase, search
 from graphs.errors import BudgetError
 from graphs.synthetic.random_graphs import draw_training_step
 from graphs.units import format_ratio
 from planner.capture.workload.workload import parse_spec
 from planner.settings.option_settings import build_option_settings
+from planner.studies import sizes
+from planner.studies.tables import format_markdown
 
 
 def case(*budgets: str) -> OffloadCase:
@@ -87,3 +90,28 @@ def test_bench_offload_command_writes_rows_and_table(tmp_path: Path, monkeypatch
 def test_its_models_can_be_read() -> None:
     assert all(parse_spec(spec) for spec in MODELS.values())
     assert all(set(suite.budgets) <= set(MODELS) for suite in SUITES.values())
+
+
+RESULTS = Path(__file__).parents[2] / "results" / "offload"
+
+
+@pytest.mark.slow
+def test_largest_size_with_offload_is_at_least_that_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = SizeCase("zoo:mlp,layers=4,width=32,classes=8", "batch", 64)
+    monkeypatch.setitem(CASES, "small", small)
+    rows = list(search("small", (), budget="1MB", limit_s=3.0))
+    assert [row.method for row in rows] == [*(method for method, _ in sizes.METHODS), "with offload"]
+    found = [row.size or 0 for row in rows]
+    assert found[-1] >= found[-2] >= found[0] > 0
+    assert all((row.overhead or 0.0) <= 0.1 and (row.peak_bytes or 0) <= 10**6 for row in rows if row.size)
+    lines = format_markdown(rows, TABLE).splitlines()
+    assert len(lines) == 2 + len(rows) and all(row.method in line for row, line in zip(rows, lines[2:], strict=True))
+    main = command.Main(replace(STUDY, run=lambda *_: iter(rows)), CASES, out=str(tmp_path))
+    assert main(["--models", "small"]) == 0
+    assert (tmp_path / "max_batch.md").read_text() == format_markdown(rows, TABLE)
+    assert (tmp_path / "max_batch.csv").read_text().count("\n") == 1 + len(rows)
+
+
+def test_case_sizes_are_divisible_by_their_unit() -> None:
+    for case in CASES.values():
+        assert int(dict(parse_spec(case.spec).options)[case.varies]) % case.unit == 0

@@ -1,4 +1,4 @@
-"""``make bench-reserved``: rows of plans, and their table."""
+"""``make bench-reserved``, ``bench-addresses`` and ``bench-resident``: rows of plans, buffers and processes, and their tables."""
 
 from dataclasses import replace
 from itertools import product
@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import reserved
+from benchmarks import addresses, reserved, resident
+from benchmarks.addresses import PUBLIC, TABLE, main, solve_addresses, solve_plans
 from benchmarks.reserved import ARENA, BUDGETS, COUNTS, ReservedRow, plan_row, run
+from benchmarks.resident import ResidentRow
 from graphs.synthetic.transformer import TransformerSize, transformer
+from graphs.units import format_bytes
 from planner.studies.rows import KeptRows
+from planner.studies.tables import format_markdown
+from tests.support.graphs.buffers import packed_buffers
+from tests.support.models.steps import make
 
 FOLDER = Path(__file__).parents[2] / "results" / "reserved"
 
@@ -53,3 +59,38 @@ def test_committed_plans_have_all_kinds_of_memory_in_order() -> None:
     assert len(planned) >= len(rows) / 2
     for row in planned:
         assert_ordered(row)
+
+
+def test_a_row_is_between_the_live_bytes_and_best_fit() -> None:
+    row = solve_addresses("packed", packed_buffers(40, horizon=20, height=300, seed=2), 300, limit_s=20.0)
+    assert row.live_bytes == row.bound_bytes == row.arena_bytes == 300
+    assert row.best_fit_bytes >= 300
+    assert f"| packed |  | 0 | {row.buffers} |" in format_markdown([row], TABLE)
+
+
+def test_a_plan_has_an_arena_at_each_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(addresses.MODELS, "tiny", "zoo:gpt2,layers=2,width=32,heads=2,vocab=50,batch=8,seq=32")
+    rows = list(solve_plans("tiny", ("100%", "80%"), limit_s=2.0))
+    assert [row.budget for row in rows] == ["100%", "80%"]
+    assert all(row.arena_bytes is not None and row.bound_bytes <= row.arena_bytes <= row.best_fit_bytes for row in rows)
+
+
+def test_instances_that_are_not_here_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(addresses, "INSTANCES", tmp_path / "none")
+    main(["--models", PUBLIC, "--out", str(tmp_path)])
+    assert "the public instances are not here" in capsys.readouterr().out
+
+
+@pytest.fixture
+def row(monkeypatch: pytest.MonkeyPatch) -> ResidentRow:
+    monkeypatch.setitem(resident.MODELS, "unet", lambda: make("unet"))
+    (row,) = resident.measure_process("unet", "95%", resident.ARENA)
+    return row
+
+
+def test_a_process_has_its_interpreter_and_its_step_in_memory(row: ResidentRow) -> None:
+    assert row.peak_bytes <= row.budget_bytes
+    assert row.interpreter_bytes > 100 * 2**20 and row.highest_bytes > row.interpreter_bytes
+    assert f"| unet | 95% | arena | {format_bytes(row.budget_bytes)} |" in format_markdown([row], resident.TABLE)

@@ -1,4 +1,4 @@
-"""From a graph and a budget to a plan: what is passed on, and what is refused."""
+"""From a graph and a budget to a plan, in an arena or not: what is passed on, and what is refused."""
 
 import re
 import time
@@ -10,22 +10,25 @@ from typing import Any
 import pytest
 
 import planner
-from graphs.errors import BudgetError, GraphError, InfeasibleError, LimitError, MismatchError, PlannerError
+from graphs.addresses import buffers_of
+from graphs.errors import BudgetError, GraphError, InfeasibleError, LimitError, MismatchError, PlannerError, UsageError
 from graphs.io.formats import read_graph, write_graph
-from graphs.ir import Graph
+from graphs.ir import Graph, Kind
 from graphs.options.surroundings import OtherDevice
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_graph
+from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from graphs.synthetic.small import make_training_chain
 from planner.memory.least_budget import LeastBudget, find_least_budget
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import plan_from_dict
 from planner.plans.plan_check import check_plan
+from planner.plans.solve import solve
 from planner.plans.summary import summarize
 from planner.progress import Event, Progress
 from planner.settings.counted_memory import CountedMemory
 from planner.show.report.describe import plan_text
+from solvers.addresses.solve import solve as solve_addresses
 from solvers.clock import Clock, WallClock, measure_rest
 from solvers.order.reorder import Reordering, find_order
 from solvers.registry import get_solver
@@ -233,3 +236,34 @@ def test_graph_with_placement_is_solved_by_windows_and_xengine(tmp_path: Path) -
     assert isinstance(plan.settings["serial_s"], float) and plan.time_s <= plan.settings["serial_s"]
     best = planner.solve(offered, "100%", work_limit=1.0)
     assert best.solver == "windows" and best.time_s <= plan.time_s * (1 + 1e-3) and best.pool_peaks_bytes["second"] > 0
+
+
+def with_gradients(graph: Graph) -> Graph:
+    """The graph with its kept tensors but the loss as gradients."""
+    loss = min(graph.kept)
+    kinds = {t: Kind.GRADIENT for t in graph.kept if t != loss}
+    return replace(graph, tensors=tuple(replace(t, kind=kinds.get(t.id, t.kind)) for t in graph.tensors))
+
+
+@pytest.mark.parametrize("budget", ["90%", "70%", "60%"])
+def test_step_in_an_arena_is_within_its_budget(budget: str) -> None:
+    graph = with_gradients(draw_training_step(3, 12))
+    plan = solve(graph, budget, arena=True, work_limit=20.0)
+    assert plan.predicted_bytes == graph.static_bytes + plan.arena_bytes + plan.outside_arena_bytes
+    assert plan.predicted_bytes <= plan.budget_bytes
+    assert plan.outside_arena_bytes == graph.tensors[min(graph.kept)].size_bytes  # the loss
+    inside = [b for b in buffers_of(graph, plan.schedule, alignment=64) if b.size >= 1024]
+    assert solve_addresses(inside, plan.arena_bytes, work_limit=20.0).offsets is not None
+
+
+def test_arena_is_never_faster_than_the_same_budget_without() -> None:
+    graph = with_gradients(draw_training_step(5, 10))
+    within, beyond = (solve(graph, "60%", arena=flag, work_limit=20.0) for flag in (True, False))
+    assert within.time_s >= beyond.time_s * (1 - 1e-3)
+    assert beyond.arena_bytes is None
+
+
+def test_max_overhead_with_arena_raises() -> None:
+    graph = draw_training_step(1, 4)
+    with pytest.raises(UsageError, match="max_overhead"):
+        solve(graph, max_overhead=0.1, arena=True)

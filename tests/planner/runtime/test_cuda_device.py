@@ -1,4 +1,4 @@
-"""The stand-in for CUDA devices itself: what must show there does show."""
+"""The stand-in for CUDA devices: what must show there does, and a test holds each wait, event, hold and rounding."""
 
 import gc
 import threading
@@ -9,6 +9,7 @@ import torch
 
 from tests.support.cuda_device import Order, cuda_device
 from tests.support.cuda_device.memory import WORKSPACE_BYTES
+from tests.support.cuda_device.mutations import MUTATIONS, ROOT, Mutation, path_of_test, survives
 
 CUDA = torch.device("cuda:0")
 MIB = 2**20
@@ -241,3 +242,21 @@ def test_random_numbers_are_drawn_anew_in_each_replay_and_by_the_seed() -> None:
             graph.replay()
             assert torch.equal(y.cpu(), wanted)
         gc.collect()
+
+
+def name_of(mutation: Mutation) -> str:
+    return mutation.takes_away.replace(" ", "-")
+
+
+def test_mutated_text_is_in_the_sources_once() -> None:
+    assert len(MUTATIONS) >= 38
+    for mutation in MUTATIONS:
+        compile(mutation.change((ROOT / mutation.file).read_text()), mutation.file, "exec")
+        file, *_ = mutation.test.split()
+        assert (ROOT / path_of_test(ROOT, file)).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=name_of)
+def test_mutation_makes_its_test_fail(mutation: Mutation) -> None:
+    assert not survives(mutation)

@@ -1,6 +1,7 @@
-"""Random ops that are computed again draw what they drew, whatever other threads draw meanwhile."""
+"""Random ops draw what they drew when they are recomputed, whatever other threads draw; saved states of generators."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from graphs.ir import Phase
 from graphs.schedule import schedule_of
 from planner.capture.rewrites.reproducible_random import draw_dropout
 from planner.capture.trace import capture
-from planner.runtime.allocator import measure_segment_peaks
+from planner.runtime.allocator import measure_segment_peaks, record_cpu_allocations
 from planner.runtime.executor import Executor
+from planner.runtime.random_state import RandomState
 from tests.support.marks import slow
 
 aten = torch.ops.aten
@@ -110,3 +112,38 @@ def test_dropout_from_a_generator_takes_no_more_than_that_of_the_default_one(dty
     ways = (lambda _: aten.native_dropout(x, 0.1, True), lambda _: draw_dropout(x, 0.1, True, generator=own))
     expected, found = (measure_segment_peaks(way, x.device) for way in ways)
     assert found <= expected
+
+
+def test_restoring_draws_the_same_numbers() -> None:
+    generator = torch.Generator().manual_seed(1)
+    saved = RandomState.of(generator)
+    first = torch.randn(5, generator=generator)
+    saved.restore(generator)
+    assert torch.equal(first, torch.randn(5, generator=generator))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda generator: torch.rand(1, generator=generator),
+        lambda generator: torch.randint(3, (1,), generator=generator),
+        lambda generator: torch.randn(1, generator=generator),
+        lambda generator: torch.randn(1, dtype=torch.float64, generator=generator),
+    ],
+)
+@pytest.mark.parametrize("drawn_before", [0, 1])
+def test_states_differ_after_any_draw(draw: Callable[[torch.Generator], torch.Tensor], drawn_before: int) -> None:
+    """After one normal number the next waits, and drawing that leaves the engine where it is."""
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(drawn_before):
+        torch.randn(1, generator=generator)
+        torch.randn(1, dtype=torch.float64, generator=generator)
+    before = RandomState.of(generator)
+    assert before == RandomState.of(generator)
+    draw(generator)
+    assert before != RandomState.of(generator)
+
+
+def test_saving_and_comparing_takes_no_counted_memory() -> None:
+    generator = torch.Generator()
+    assert not record_cpu_allocations(lambda: RandomState.of(generator) == RandomState.of(generator))

@@ -1,4 +1,4 @@
-"""A solve begins with the schedule of its request's start, whatever the options."""
+"""The first schedule of a solve: that of the request, whatever the options, and one before the relaxation is solved."""
 
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ from graphs.options import remove_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.synthetic.random_graphs import draw_options
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.capture.options import apply_options
 from solvers.clock import WorkClock
@@ -16,8 +17,11 @@ from solvers.problem import build_problem
 from solvers.registry import get_solver
 from solvers.request import Request, Start
 from solvers.result import SolveProgress
+from solvers.windows import solve
 from solvers.windows.decoding.decode import order_of_schedule, try_out
+from solvers.windows.strategies.refinement import Relaxation
 from tests.support.budgets import budget_at, peak_bytes
+from tests.support.solvers.answers import ask
 
 
 def offloading() -> Graph:
@@ -57,3 +61,21 @@ def test_a_start_in_another_order_is_left_out() -> None:
     assert order_of_schedule(problem, kept) is not None
     last = Compute(kept.computed[-1])
     assert order_of_schedule(problem, Schedule((last, *(step for step in kept.steps if step != last)))) is None
+
+
+class RelaxedError(BaseException):
+    """Ends the solve where the relaxation would begin."""
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_rules_of_eviction_are_asked_before_the_relaxation(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, found = make_training_chain(20), []
+
+    def begin(relaxation: Relaxation, limit: float) -> None:
+        found.append(relaxation.search.incumbent.best is not None)
+        raise RelaxedError
+
+    monkeypatch.setattr(Relaxation, "step", begin)
+    with pytest.raises(RelaxedError):
+        solve(ask(graph, budget_at(graph, share)))
+    assert found == [True]

@@ -1,12 +1,17 @@
-"""Passes of calls: what they compute, hold and free, and how they read."""
+"""Passes of calls and of schedules: what they compute, hold and free, how they read, and generators of random ops."""
 
 import weakref
 
 import pytest
 import torch
 
+from graphs.ir import Graph, Op, Phase, Tensor
+from graphs.schedule import Compute, Free
 from planner.capture.program.builder import PassBuilder
+from planner.capture.program.draws import get_default_generator
 from planner.capture.program.program import Call, Program, Ref, Shared, Statement, call_of, get_item
+from planner.capture.program.writer import PassWriter
+from tests.support.cuda_device import cuda_device
 
 aten = torch.ops.aten
 EMPTY = Program((), (), None, (), ())
@@ -147,3 +152,38 @@ def test_a_failing_line_is_of_its_step() -> None:
     frames = [(each.frame.code.raw.co_filename, each.lineno + 1) for each in raised.traceback]
     assert [done.lines[line] for line in frames if line in done.lines] == [1]
     assert any("a test" in file for file, _ in frames)
+
+
+def test_a_device_without_an_index_is_the_current_one() -> None:
+    with cuda_device(devices=2):
+        first, second = torch.cuda.default_generators
+        assert get_default_generator(torch.device("cuda")) is first
+        torch.cuda.set_device(1)
+        assert get_default_generator(torch.device("cuda")) is second
+        assert get_default_generator(torch.device("cuda", 0)) is first
+
+
+def test_ops_that_do_not_run_have_the_generator_of_the_cpu() -> None:
+    for device in ("cpu", "meta", *(() if torch.cuda.is_available() else ("cuda",))):
+        assert get_default_generator(torch.device(device)) is torch.default_generator
+
+
+SORT = Call(aten.sort.default, (Ref(0),))
+
+
+@pytest.mark.parametrize("is_after_forward", [False, True])
+def test_an_output_that_the_backward_pass_does_not_make_is_not_freed_there(is_after_forward: bool) -> None:
+    """As of a batch norm that runs again without its statistics."""
+    tensors = (Tensor(0, "x", 16, ()), Tensor(1, "values", 16, (0,)), Tensor(2, "indices", 32, (0,)))
+    graph = Graph((Op(0, "sort", "aten.sort", (0,), (1, 2), 1.0, phase=Phase.FORWARD),), tensors, frozenset({1}))
+    calls = call_of(SORT, [(1, (0,)), (2, (1,))], again=Statement(SORT, ((1, (0,)),)))
+    builder = PassBuilder(Program((calls,), (), None, (), ()))
+    builder.add_tensor_list("static", [0])
+    writer = PassWriter(graph, Program((calls,), (), None, (), ()))
+    if is_after_forward:
+        writer.end_forward()
+    writer.write(builder, [Compute(0), Free(2)])
+    made = builder.finish(Ref(1), "test")
+    assert made.run([torch.tensor([2.0, 1.0])]).tolist() == [1.0, 2.0]
+    assert list(writer.live) == [1]
+    assert ("t2" in made.module.code) is not is_after_forward

@@ -1,4 +1,4 @@
-"""A planned step that is dropped lets go of its model: planning keeps nothing of it."""
+"""What planning keeps of a model: values while they are used, and nothing of a step that is dropped."""
 
 import gc
 import weakref
@@ -11,6 +11,7 @@ from torch import nn
 
 import planner
 from planner.capture.workload.models import Workload, build
+from planner.train.compile.lru import LRUCache
 from planner.train.compile.step import PlannedStep
 from tests.support.marks import slow
 
@@ -51,3 +52,25 @@ def test_a_model_is_let_go_with_its_step(use: Callable[[Workload], object]) -> N
     torch.compiler.reset()
     gc.collect()
     assert parameter() is None
+
+
+def test_the_one_used_longest_ago_goes_first() -> None:
+    kept: LRUCache[str, str] = LRUCache(2)
+    made: list[str] = []
+
+    def use(key: str) -> str:
+        return kept.use(key, lambda: made.append(key) or key.upper())
+
+    assert [use(key) for key in "abacab"] == list("ABACAB")
+    assert made == ["a", "b", "c", "b"]
+    assert kept.values() == ("A", "B")
+
+
+def test_failed_construction_leaves_the_cache_unchanged() -> None:
+    kept: LRUCache[str, float] = LRUCache(1)
+    kept.use("a", lambda: 1.0)
+    with pytest.raises(ZeroDivisionError):
+        kept.use("b", lambda: 1 / 0)
+    assert kept.values() == (1.0,)
+    kept.clear()
+    assert kept.values() == ()

@@ -1,4 +1,4 @@
-"""Steps as they ran: hashes that tell steps apart, and the graphs that solvers take."""
+"""Steps as they ran: hashes that tell steps apart, the graphs that solvers take, and the budget that would do."""
 
 import pytest
 
@@ -6,8 +6,9 @@ from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.ir import Kind, Phase
 from graphs.schedule import Compute, Free, keep_everything
 from graphs.simulate import simulate
+from planner.train.eager.enough_budget import find_enough_bytes
 from planner.train.eager.step_log import LoggedOp, StepLog, build_recorded_step
-from tests.support.eager.step_logs import add_op, release
+from tests.support.eager.step_logs import LENGTH, SIZE, add_op, log_of, ops_of_chain, release
 
 
 def add(log: StepLog, target: str, inputs: tuple[int, ...], made: tuple[int, ...] = (), **facts: object) -> None:
@@ -84,3 +85,14 @@ def test_only_storages_held_by_the_program_stay_until_released(only_saved: bool)
     log.only_saved.update([a] if only_saved else [])
     graph = build_recorded_step(log).graph
     assert graph.ops[2].inputs == ((1,) if only_saved else (1, 0))
+
+
+@pytest.mark.parametrize("heuristic", ["dtr", "lru", "dtr-random"])
+def test_a_chain_needs_two_gradients_and_an_activation(heuristic: str) -> None:
+    step = build_recorded_step(log_of(ops_of_chain()))
+    assert find_enough_bytes(step, heuristic, max_recomputation=100.0) == 3 * SIZE
+
+
+def test_sufficient_budget_without_recomputation_is_the_peak() -> None:
+    step = build_recorded_step(log_of(ops_of_chain()))
+    assert find_enough_bytes(step, "dtr", max_recomputation=0.0) == (LENGTH + 1) * SIZE

@@ -15,10 +15,8 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import draw_graph
 from planner.capture.options import apply_options
 from solvers.bounds import bound_least_budget
-from solvers.clock import WallClock
 from solvers.eviction.engine import find_evicting_order
 from solvers.eviction.rules import RULES, EvictionSettings
-from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.problem import Problem, build_problem
 from solvers.windows.decoding.decode import order_of, try_out
@@ -29,7 +27,7 @@ from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.strategies.placement import DeviceOps, Placing
 from tests.support.graphs.collective_costs import build_cost
 from tests.support.graphs.options import on_devices, random_placement
-from tests.support.solvers.random_orders import everything, random_order, short_form
+from tests.support.solvers.random_orders import everything, random_order, short_form, solve_with_choices
 
 
 def offering(draw: random.Random, most_ops: int) -> Graph:
@@ -92,17 +90,7 @@ def test_every_schedule_with_copies_solves_the_relaxation_at_its_budget(seeds: r
             model = build_relaxation(problem, discretization)
             solution = encode_trial(problem, discretization, trial)
             assert {(k, t) for k, taken in enumerate(solution.taken) for t in taken} <= model.taken.keys(), seed
-            program = model.program
-            for columns, there in (
-                (model.recomputed, solution.recomputed),
-                (model.handed, solution.handed),
-                (model.taken, solution.taken),
-            ):
-                for (k, i), column in columns.items():
-                    program.lower[column] = program.upper[column] = i in there[k]
-            for pair, column in model.twice.items():
-                program.lower[column] = program.upper[column] = pair in solution.twice
-            answer = solve_program(program, clock=WallClock(60))
+            answer = solve_with_choices(model, solution)
             assert answer.outcome is Outcome.OPTIMAL, (seed, discretization.ends)
             assert answer.objective <= problem.convert_to_units(trial.time_s - problem.base_s) + 1e-4, (seed, discretization.ends)
     assert copied > len(seeds) / 3

@@ -3,8 +3,12 @@
 import random
 
 from graphs.ir import Graph
+from solvers.clock import WallClock
+from solvers.highs import solve_program
+from solvers.highs.program import Answer
 from solvers.problem import Problem
-from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.decoding.expand import Solution
+from solvers.windows.relaxation.discretization import Discretization, Model
 
 
 def random_order(draw: random.Random, problem: Problem) -> list[int]:
@@ -47,3 +51,18 @@ def everything(ends: tuple[int, ...]) -> Discretization:
     recomputations = frozenset((end, x) for end in ends for x in range(end))
     precedences = frozenset((end, x, z) for end, z in recomputations for x in range(z))
     return Discretization(ends, frozenset(range(ops)), recomputations, precedences)
+
+
+def solve_with_choices(model: Model, solution: Solution) -> Answer:
+    """Solve a model whose R, Q, S and D, and reloads, are those of `solution`: what is left are H, U, P and G."""
+    program = model.program
+    for columns, chosen in (
+        (model.recomputed, solution.recomputed),
+        (model.handed, solution.handed),
+        (model.taken, solution.taken),
+    ):
+        for (k, i), column in columns.items():
+            program.lower[column] = program.upper[column] = i in chosen[k]
+    for pair, column in model.twice.items():
+        program.lower[column] = program.upper[column] = pair in solution.twice
+    return solve_program(program, clock=WallClock(60))

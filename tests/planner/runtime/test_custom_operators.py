@@ -17,7 +17,7 @@ from planner.capture.frontend.random_states import RandomStates
 from planner.measure.unrepeatable_ops import UNREPEATABLE
 from planner.train.compile.step import PlannedStep
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
-from tests.support.marks import slow_except
+from tests.support.marks import slow, slow_except
 from tests.support.raised_warnings import raise_warnings
 
 Operator = Callable[[torch.Tensor], torch.Tensor]
@@ -120,12 +120,15 @@ def test_untagged_random_operators_are_not_recomputed_under_torch_compile(name: 
     assert all(map(torch.equal, wanted, found))
 
 
-def test_tagged_operators_are_computed_again_with_the_same_numbers(x: torch.Tensor) -> None:
-    model = Net(TAGGED)
+@pytest.mark.parametrize(("operator", "name"), [(TAGGED, "planner_tests.tagged"), *slow((SCALING, "planner_tests.scaling"))])
+def test_tagged_and_deterministic_operators_are_computed_again_with_the_same_numbers(
+    operator: Callable[..., torch.Tensor], name: str, x: torch.Tensor
+) -> None:
+    model = Net(operator)
     wanted = gradients(model, model, x)
     with raise_warnings():
         step = planned(model, x, tight(model, x))
-    assert computed_again(step, "planner_tests.tagged")
+    assert computed_again(step, name)
     assert all(map(torch.equal, wanted, gradients(model, step, x)))
 
 
@@ -133,14 +136,6 @@ def test_operator_with_private_generator_is_detected_by_differing_results(x: tor
     with pytest.warns(UserWarning, match="returns different bits when it is executed again"):
         step = planned(Net(OF_ITS_OWN), x, compare_eager=False)
     assert not computed_again(step, "planner_tests")
-
-
-@pytest.mark.slow
-def test_deterministic_custom_operator_is_recomputed(x: torch.Tensor) -> None:
-    model = Net(SCALING)
-    with raise_warnings():
-        step = planned(model, x, tight(model, x))
-    assert computed_again(step, "planner_tests.scaling")
 
 
 @pytest.mark.slow

@@ -120,20 +120,27 @@ class Interrupted(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("where", "error"),
+    ("make", "where", "error"),
     [
-        ("plans.search.solve_graph", Interrupted),
-        *slow(("train.compile.compiler.measure_peak", RuntimeError), ("train.compile.compiler.profile_capture", Interrupted)),
+        (Remembers, "plans.search.solve_graph", Interrupted),
+        (Fails, None, TraceError),
+        *slow(
+            (Remembers, "train.compile.compiler.measure_peak", RuntimeError),
+            (Remembers, "train.compile.compiler.profile_capture", Interrupted),
+        ),
     ],
 )
-def test_a_failure_on_the_way_leaves_nothing(where: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_on_the_way_leaves_nothing(
+    make: type[nn.Module], where: str | None, error: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    model = Remembers()
+    model = make()
 
     def fail(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr(f"planner.{where}", fail)
+    if where is not None:
+        monkeypatch.setattr(f"planner.{where}", fail)
 
     def act() -> None:
         with pytest.raises(error):
@@ -158,17 +165,6 @@ def test_a_failure_inside_a_step_leaves_nothing() -> None:
     def act() -> None:
         with pytest.raises(Interrupted), preserve_training_state(model, BATCH, written=[model.scale]):
             changes()
-
-    assert_no_trace(model, act)
-
-
-def test_a_capture_that_fails_leaves_nothing() -> None:
-    torch.manual_seed(0)
-    model = Fails()
-
-    def act() -> None:
-        with pytest.raises(TraceError):
-            plan(model)
 
     assert_no_trace(model, act)
 

@@ -104,20 +104,16 @@ def watch_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Misjudged]:
         yield found
 
 
-@pytest.mark.parametrize("number", range(len(EXACT)))
-def test_rules_return_the_bytes_of_the_outputs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, args, kwargs = EXACT[number]
+@pytest.mark.parametrize(
+    ("cases", "number"), [*((EXACT, number) for number in range(len(EXACT))), *((UNKNOWN, n) for n in range(len(UNKNOWN)))]
+)
+def test_rules_return_the_bytes_of_the_outputs_or_leave_promoted_types_to_pytorch(
+    cases: Any, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, args, kwargs = cases[number]
     with watch_sizes(monkeypatch) as found:
         function(*args, **kwargs)
-    assert found == ([], [])
-
-
-@pytest.mark.parametrize("number", range(len(UNKNOWN)))
-def test_rules_leave_types_that_are_promoted_to_pytorch(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, args, kwargs = UNKNOWN[number]
-    with watch_sizes(monkeypatch) as found:
-        function(*args, **kwargs)
-    assert found == ([function], [])
+    assert found == ([function] if cases is UNKNOWN else [], [])
 
 
 TYPES = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)

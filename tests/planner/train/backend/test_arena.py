@@ -42,6 +42,18 @@ def taken_bytes(step: Step, model: nn.Module, batch: Any) -> int:
     return peak_bytes(lambda: step(*batch).backward())
 
 
+def assert_trains_as_without_an_arena(workload: Workload, twin: nn.Module, step: Step, kernels: str, *, steps: int) -> None:
+    """Compare a planned step of `twin` with the workload's, by eager PyTorch or torch.compile."""
+    usual: Step = TrainingStep(workload.model, workload.loss_fn)
+    if kernels == "inductor":
+        usual = step_of(workload, torch.compile(workload.model, dynamic=False))
+    for seed in range(steps):
+        twin.zero_grad()
+        workload.model.zero_grad()
+        wanted = measure_outcome(usual, workload.model, workload.batch, seed=seed)
+        assert not wanted.list_differences(measure_outcome(step, twin, workload.batch, seed=seed))
+
+
 @pytest.mark.usefixtures("half_way")
 @pytest.mark.parametrize("kernels", ["eager", *slow("inductor")])
 @pytest.mark.parametrize("name", ["gpt2_sdpa", "mutated", *slow("resnet18", "unet")])
@@ -50,14 +62,7 @@ def test_trains_as_without_an_arena(name: str, kernels: str, graphs: list[Planne
     twin = copy.deepcopy(workload.model)
     budget = "100%" if (name, kernels) == ("mutated", "inductor") else HALF_WAY  # at which this one has no arena
     step = step_of(workload, in_arena(twin, budget=budget, kernels=kernels))
-    eager: Step = TrainingStep(workload.model, workload.loss_fn)
-    if kernels == "inductor":
-        eager = step_of(workload, torch.compile(workload.model, dynamic=False))
-    for seed in range(4):
-        twin.zero_grad()
-        workload.model.zero_grad()
-        wanted = measure_outcome(eager, workload.model, workload.batch, seed=seed)
-        assert not wanted.list_differences(measure_outcome(step, twin, workload.batch, seed=seed))
+    assert_trains_as_without_an_arena(workload, twin, step, kernels, steps=4)
     (graph,) = graphs
     arena = graph.arena
     assert arena.missed.unmatched_bytes == 0
@@ -128,14 +133,7 @@ def test_several_graphs_lie_beside_each_other(kernels: str, budget_bytes: int, g
     workload = Workload(broken(), product, (torch.randn(256, 32), torch.randn(256, 32)))
     twin = copy.deepcopy(workload.model)
     step = step_of(workload, in_arena(twin, budget=budget_bytes, kernels=kernels))
-    eager: Step = TrainingStep(workload.model, workload.loss_fn)
-    if kernels == "inductor":
-        eager = step_of(workload, torch.compile(workload.model, dynamic=False))
-    for seed in range(10):
-        twin.zero_grad()
-        workload.model.zero_grad()
-        wanted = measure_outcome(eager, workload.model, workload.batch, seed=seed)
-        assert not wanted.list_differences(measure_outcome(step, twin, workload.batch, seed=seed))
+    assert_trains_as_without_an_arena(workload, twin, step, kernels, steps=10)
     assert len(graphs) == 3
     (arena,) = {graph.arena for graph in graphs}
     assert arena.missed == Missed()

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -150,13 +151,10 @@ class WithSparseGradients(Branching):
         return self.middle(hidden) + self.rows(torch.arange(SIZE) % 4)
 
 
-@pytest.mark.parametrize(
-    ("made", "why"), [(Branching, "the model uses 'true_graph_0'"), (WithSparseGradients, "the gradient of an input is sparse")]
-)
-@pytest.mark.parametrize("wrap", EITHER)
-def test_a_graph_that_no_plan_can_hold_runs_as_eager_beside_planned_ones(
-    wrap: Callable[[nn.Module], Callable[..., Any]], made: type[Branching], why: str, graphs: list[PlannedGraph]
-) -> None:
+def check_beside_planned_graphs(
+    made: type[Branching], wrap: Callable[[nn.Module], Callable[..., Any]], equal: Callable[[Tensor, Tensor], bool]
+) -> list[str]:
+    """Compare gradients with eager PyTorch's where a graph has no plan; return the warnings."""
     torch.manual_seed(0)
     model = made()
     plain, x = copy.deepcopy(model), torch.randn(SIZE, SIZE)
@@ -166,11 +164,29 @@ def test_a_graph_that_no_plan_can_hold_runs_as_eager_beside_planned_ones(
         for _ in range(3):
             planned(x).square().sum().backward()
             plain(x).square().sum().backward()
-    assert [str(w.message).count(why) for w in said if "runs without a plan" in str(w.message)] == [1]
-    assert len(graphs) == 2
     for given, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         assert (given.grad is None) == (wanted.grad is None)
-        assert given.grad is None or torch.equal(given.grad.to_dense(), wanted.grad.to_dense())
+        assert given.grad is None or equal(given.grad.to_dense(), wanted.grad.to_dense())
+    return [str(each.message) for each in said]
+
+
+@pytest.mark.parametrize(
+    ("made", "why"), [(Branching, "the model uses 'true_graph_0'"), (WithSparseGradients, "the gradient of an input is sparse")]
+)
+@pytest.mark.parametrize("wrap", EITHER)
+def test_a_graph_that_no_plan_can_hold_runs_as_eager_beside_planned_ones(
+    wrap: Callable[[nn.Module], Callable[..., Any]], made: type[Branching], why: str, graphs: list[PlannedGraph]
+) -> None:
+    said = check_beside_planned_graphs(made, wrap, torch.equal)
+    assert [message.count(why) for message in said if "runs without a plan" in message] == [1]
+    assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("made", [Branching, *slow(WithSparseGradients)])
+def test_with_kernels_a_graph_that_no_plan_can_hold_runs_as_compiled(made: type[Branching], graphs: list[PlannedGraph]) -> None:
+    said = check_beside_planned_graphs(made, with_kernels, partial(torch.allclose, rtol=1e-4, atol=1e-5))
+    assert sum("keeps what torch.compile keeps" in message for message in said) == 1
+    assert len(graphs) == 2
 
 
 def test_what_an_unplanned_graph_keeps_counts_for_the_graphs_that_follow(graphs: list[PlannedGraph]) -> None:
@@ -186,24 +202,6 @@ def test_what_an_unplanned_graph_keeps_counts_for_the_graphs_that_follow(graphs:
     activation_bytes = SIZE * SIZE * 4
     assert held[0] == 0
     assert held[1] >= 2 * activation_bytes
-
-
-@pytest.mark.parametrize("made", [Branching, *slow(WithSparseGradients)])
-def test_with_kernels_a_graph_that_no_plan_can_hold_runs_as_compiled(made: type[Branching], graphs: list[PlannedGraph]) -> None:
-    torch.manual_seed(0)
-    model = made()
-    plain, x = copy.deepcopy(model), torch.randn(SIZE, SIZE)
-    planned = with_kernels(model)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            planned(x).square().sum().backward()
-            plain(x).square().sum().backward()
-    assert sum("keeps what torch.compile keeps" in str(w.message) for w in said) == 1
-    assert len(graphs) == 2
-    for given, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (given.grad is None) == (wanted.grad is None)
-        assert given.grad is None or torch.allclose(given.grad.to_dense(), wanted.grad.to_dense(), rtol=1e-4, atol=1e-5)
 
 
 class Counted(nn.Module):

@@ -4,7 +4,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -57,6 +57,7 @@ class Solved:
     """Stands for a solve in the background: its plans are there at once."""
 
     jobs: list[SolveJob] = []  # noqa: RUF012
+    news: list[Plan | Ended] = []  # noqa: RUF012
 
     def __init__(self, job: SolveJob) -> None:
         type(self).jobs.append(job)
@@ -99,7 +100,7 @@ def in_processes(monkeypatch: pytest.MonkeyPatch, process: type[Solved]) -> None
     """Let `process` stand for the process of each solve; no solve between two steps finds a plan."""
     monkeypatch.setattr(improvement, "BackgroundSolve", process)
     monkeypatch.setattr(improvement, "solve_here", lambda job, most_s: Ended(failure="there was no time"))
-    process.jobs = []
+    process.jobs, process.news = [], []
 
 
 def worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,9 +127,10 @@ def planned(model: nn.Module, batch: Batch, **options: object) -> planner.Planne
     return planner.compile(model, F.mse_loss, batch, **asked)
 
 
-def assert_trains_as_eager(step: planner.PlannedStep, model: nn.Module, batch: Batch, seed: int) -> None:
-    wanted = measure_outcome(lambda x, y: F.mse_loss(model(x), y), model, batch, seed=seed)
-    assert wanted.list_differences(measure_outcome(step, model, batch, seed=seed)) == ()
+def assert_trains_as_eager(step: planner.PlannedStep, model: nn.Module, batch: Batch, seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        wanted = measure_outcome(lambda x, y: F.mse_loss(model(x), y), model, batch, seed=seed)
+        assert wanted.list_differences(measure_outcome(step, model, batch, seed=seed)) == ()
 
 
 def above_by(excess_bytes: int, budget_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +149,7 @@ def test_a_better_plan_takes_the_place_of_the_first(at_once: type[Solved], monke
     model, batch = model_and_batch()
     step = planned(model, batch)
     first = step.plan
-    for seed in range(6):
-        assert_trains_as_eager(step, model, batch, seed)
+    assert_trains_as_eager(step, model, batch, range(6))
     assert [use.step for use in step.history][:2] == [1, 1]  # found before the first step ran
     assert step.history[-1].plan.time_s < step.history[0].plan.time_s
     assert step.plan.schedule != first.schedule and step.plan.budget_bytes == first.budget_bytes
@@ -164,8 +165,6 @@ def test_a_better_plan_takes_the_place_of_the_first(at_once: type[Solved], monke
 
 class Scripted(Solved):
     """Stands for a solve in the background that is told what it has found."""
-
-    news: list[Plan | Ended] = []  # noqa: RUF012
 
     def receive(self, most_s: float = 0.0) -> Plan | None:
         news = self.news.pop(0) if self.news else None
@@ -193,13 +192,12 @@ def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypat
     in_processes(monkeypatch, Scripted)
     monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", 0.0)
     times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
-    Scripted.news = []
     model, batch = model_and_batch()
     step = planned(model, batch, wait=Wait(gap=0.01, seconds=60.0))
     first = step.plan
     assert first.gap <= 0.01 and "for the costs measured alone" in str(first)
     for seed in range(5):
-        assert_trains_as_eager(step, model, batch, seed)
+        assert_trains_as_eager(step, model, batch, [seed])
         assert proof(step.plan) == proof(first)
     job = Scripted.jobs[-1]
     assert job.graph.provenance["times"] == "measured in training steps"
@@ -209,10 +207,10 @@ def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypat
     found = solve_graph(job.graph, job.budget, replace(job.settings, work_limit=50.0), start=job.start)
     assert found.status == "optimal"
     Scripted.news = [replace(found, bound_s=job.graph.time_s)]  # on the way, little is proved
-    assert_trains_as_eager(step, model, batch, 6)
+    assert_trains_as_eager(step, model, batch, [6])
     assert proof(step.plan) == proof(first)
     Scripted.news = [Ended(found)]
-    assert_trains_as_eager(step, model, batch, 7)
+    assert_trains_as_eager(step, model, batch, [7])
     assert "for the costs measured in training steps" in str(step.plan)
     assert step.plan.graph == found.graph and step.plan.bound_s == pytest.approx(found.bound_s)
     assert (step.plan.status, step.plan.gap) == ("optimal", compute_gap(step.plan.time_s, step.plan.bound_s))
@@ -228,7 +226,6 @@ def test_a_faster_plan_waits_until_its_swap_is_repaid(
     monkeypatch.setattr(Improvement, "_count_repaying_steps", lambda *_: repaying)
     times_in_steps(monkeypatch, 1.0)
     worst_first(monkeypatch)
-    Scripted.news = []
     model, batch = model_and_batch()
     step = planned(model, batch)
     for number in range(1, 16):
@@ -244,12 +241,11 @@ def test_a_proof_stays_in_short_runs_and_if_the_next_solve_fails(monkeypatch: py
     in_processes(monkeypatch, Scripted)
     nothing_pays(monkeypatch)
     times_in_steps(monkeypatch, 1.0, 2.0)
-    Scripted.news = []
     model, batch = model_and_batch()
     step = planned(model, batch)
     first = step.plan
     for seed in range(5):
-        assert_trains_as_eager(step, model, batch, seed)
+        assert_trains_as_eager(step, model, batch, [seed])
         assert proof(step.plan) == proof(first)
     assert Scripted.jobs == []
     Scripted.news = [Ended(failure="its process has died")]
@@ -270,8 +266,7 @@ def test_a_short_run_of_short_steps_has_a_proof_for_its_own_times(monkeypatch: p
     times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
     model, batch = model_and_batch()
     step = planned(model, batch, wait=Wait(gap=0.001, seconds=60.0))
-    for seed in range(4):
-        assert_trains_as_eager(step, model, batch, seed)
+    assert_trains_as_eager(step, model, batch, range(4))
     assert Scripted.jobs == []
     assert step.plan.graph.provenance["times"] == "measured in training steps"
     assert step.plan.status == "optimal" and step.plan.gap <= 0.001
@@ -282,7 +277,6 @@ def test_a_run_that_is_no_trial_is_solved_again_whatever_it_loses(monkeypatch: p
     in_processes(monkeypatch, Scripted)
     nothing_pays(monkeypatch)
     times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
-    Scripted.news = []
     model, batch = model_and_batch()
     step = planned(model, batch, wait=Wait(gap=0.001, seconds=60.0))
     jobs = []
@@ -333,8 +327,7 @@ def test_only_a_plan_found_in_a_moment_is_solved_again_here(
     model, batch = model_and_batch()
     step = planned(model, batch)
     assert step.plan.gap > 0
-    for seed in range(4):
-        assert_trains_as_eager(step, model, batch, seed)
+    assert_trains_as_eager(step, model, batch, range(4))
     assert limits == ([improvement._START_S] if here else [])
 
 
@@ -353,8 +346,7 @@ def test_a_solve_here_seeks_the_gap_that_is_shown(monkeypatch: pytest.MonkeyPatc
     model, batch = model_and_batch()
     step = planned(model, batch)
     first = step.plan
-    for seed in range(4):
-        assert_trains_as_eager(step, model, batch, seed)
+    assert_trains_as_eager(step, model, batch, range(4))
     assert tolerances == [min(1e-3, first.gap)]
     assert step.plan.status == "optimal" and step.plan.proof == "gap 0.09% for the costs measured in training steps"
     assert all(use.reason.endswith(step.plan.proof) for use in step.history[1:])
@@ -379,7 +371,7 @@ def test_a_better_plan_runs_in_the_slab_that_is_there(monkeypatch: pytest.Monkey
     step = planned(model, batch, arena=True)
     first, slabs = step.plan, []
     for seed in range(6):
-        assert_trains_as_eager(step, model, batch, seed)
+        assert_trains_as_eager(step, model, batch, [seed])
         slabs.append(step.debug.arena.slab)
         assert step.debug.arena.missed == Missed()
     assert slabs[0] is not None and all(slab is slabs[0] for slab in slabs)  # of the second plan, found before the first step
@@ -400,14 +392,13 @@ def test_the_better_plan_is_kept_in_the_cache(monkeypatch: pytest.MonkeyPatch, t
 
     first = step()
     kept = [first.plan.schedule]
-    for seed in range(3):
-        assert_trains_as_eager(first, model, batch, seed)
+    assert_trains_as_eager(first, model, batch, range(3))
     (path,) = tmp_path.iterdir()
     kept.append(read_plan(path).schedule)
     assert kept[0] != kept[1]
     again = step()
     assert again.plan.schedule == kept[1] and again.plan.eager.overhead is not None
-    assert_trains_as_eager(again, model, batch, 7)
+    assert_trains_as_eager(again, model, batch, [7])
 
 
 def test_a_plan_over_the_budget_is_taken_back(at_once: type[Solved], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,12 +407,12 @@ def test_a_plan_over_the_budget_is_taken_back(at_once: type[Solved], monkeypatch
     step = planned(model, batch)
     first, budget = step.plan, step.plan.budget_bytes
     above_by(1000, budget, monkeypatch)
-    assert_trains_as_eager(step, model, batch, 1)
+    assert_trains_as_eager(step, model, batch, [1])
     assert step.plan.schedule != first.schedule
-    assert_trains_as_eager(step, model, batch, 2)
+    assert_trains_as_eager(step, model, batch, [2])
     assert step.plan.schedule == first.schedule
     assert step.history[-1].reason == "the peak of the next one was over the budget"
-    assert_trains_as_eager(step, model, batch, 3)
+    assert_trains_as_eager(step, model, batch, [3])
     assert at_once.jobs[-1].budget == Bytes(budget - 1000)  # solved for as much less
     assert step.plan.measured_peak_bytes is None or step.plan.measured_peak_bytes <= budget
 
@@ -433,11 +424,10 @@ def test_ops_are_timed_where_a_plan_was_taken_back(at_once: type[Solved], monkey
     step = planned(model, batch)
     first = step.plan
     above_by(1000, first.budget_bytes, monkeypatch)
-    assert_trains_as_eager(step, model, batch, 0)
+    assert_trains_as_eager(step, model, batch, [0])
     assert step.plan.schedule != first.schedule
     monkeypatch.setattr(at_once, "receive", lambda solve, most_s=0.0: None)  # nothing else is found
-    for seed in range(1, 5):
-        assert_trains_as_eager(step, model, batch, seed)
+    assert_trains_as_eager(step, model, batch, range(1, 5))
     assert step.plan.schedule == first.schedule
     assert step.plan.graph.provenance["times"] == "measured in training steps"
 
@@ -456,8 +446,7 @@ def test_where_eager_does_not_fit_the_first_step_measures_the_peak(monkeypatch: 
     model, batch = model_and_batch()
     step = planned(model, batch)
     assert step.plan.measured_peak_bytes is None and step.plan.eager is None
-    for seed in range(2):
-        assert_trains_as_eager(step, model, batch, seed)
+    assert_trains_as_eager(step, model, batch, range(2))
     assert len(step.history) == 1
     assert step.plan.measured_peak_bytes == step.plan.peak_bytes <= step.plan.budget_bytes
 
@@ -468,8 +457,7 @@ def test_a_first_plan_over_the_budget_is_replaced(monkeypatch: pytest.MonkeyPatc
     step = planned(model, batch)
     budget = step.plan.budget_bytes
     above_by(1000, budget, monkeypatch)
-    for seed in range(3):
-        assert_trains_as_eager(step, model, batch, seed)
+    assert_trains_as_eager(step, model, batch, range(3))
     assert [(use.step, use.reason) for use in step.history][1] == (2, "the peak of the first one was over the budget")
     assert step.history[1].plan.peak_bytes <= budget - 1000
     assert step.plan.budget_bytes == budget
@@ -482,7 +470,7 @@ def test_a_first_plan_over_the_budget_that_nothing_can_replace_raises(monkeypatc
     model, batch = model_and_batch()
     step = planned(model, batch)
     above_by(9 * step.plan.budget_bytes // 10, step.plan.budget_bytes, monkeypatch)
-    assert_trains_as_eager(step, model, batch, 0)
+    assert_trains_as_eager(step, model, batch, [0])
     with pytest.raises(
         InfeasibleError, match=r"over the budget of .*; no plan is found that needs that much less: raise the budget"
     ):
@@ -496,7 +484,7 @@ def test_plans_are_not_swapped_if_waiting_or_swap_never(at_once: type[Solved], m
     for options in ({"swap": "never"}, {"wait": "5%"}, {"wait": "2 work"}):
         step = planned(model, batch, **options)
         for seed in range(4):
-            assert_trains_as_eager(step, model, batch, seed)
+            assert_trains_as_eager(step, model, batch, [seed])
         assert not step.improves and len(step.history) == 1 and step.wait() == step.plan
     assert at_once.jobs == []
 

@@ -65,6 +65,13 @@ def planned(model: nn.Module, batch: Batch, **options: object) -> planner.Planne
     return planner.compile(model, F.mse_loss, batch, budget=budget, passes=1, wait=0.5, on_progress=False, **options)
 
 
+def planned_in_tight_memory(free: Callable[[float], None]) -> tuple[nn.Module, Batch, planner.PlannedStep]:
+    """Plan a step where eager PyTorch does not fit."""
+    free(NONE_FITS)
+    model, batch = model_and_batch()
+    return model, batch, planned(model, batch)
+
+
 def assert_trains_as_eager(model: nn.Module, batch: Batch, step: Callable[..., torch.Tensor], steps: int = 4) -> None:
     """Train, and evaluate after each step."""
     twin = copy.deepcopy(model)
@@ -100,10 +107,8 @@ def test_steps_run_in_an_arena_where_memory_is_tight(share: float, free: Callabl
 
 
 def test_sizes_that_are_known_once_measured_count(free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    free(NONE_FITS)
     monkeypatch.setattr(compiler, "is_memory_tight", lambda graph, device: graph.provenance.get("times") == "measured")
-    model, batch = model_and_batch()
-    step = planned(model, batch)
+    model, batch, step = planned_in_tight_memory(free)
     assert step.plan.arena
     assert_trains_as_eager(model, batch, step)
 
@@ -137,9 +142,7 @@ def test_max_overhead_is_planned_without_an_arena(free: Callable[[float], None])
 
 def test_without_its_library_steps_run_in_no_arena(free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_allocator, "find_library", lambda: None)
-    free(NONE_FITS)
-    model, batch = model_and_batch()
-    step = planned(model, batch)
+    model, batch, step = planned_in_tight_memory(free)
     assert not step.plan.arena
     assert_trains_as_eager(model, batch, step, steps=2)
     assert not step.plan.arena
@@ -180,20 +183,16 @@ def refuse_arenas(monkeypatch: pytest.MonkeyPatch, error: Exception, first: int)
 def test_if_no_plan_in_an_arena_is_found_steps_run_in_none(
     free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free(NONE_FITS)
     refuse_arenas(monkeypatch, LimitError("no schedule was found"), first=1)
-    model, batch = model_and_batch()
-    step = planned(model, batch)
+    model, batch, step = planned_in_tight_memory(free)
     assert not step.plan.arena
     assert "no arena: no schedule was found" in str(step.plan)
     assert_trains_as_eager(model, batch, step, steps=1)
 
 
 def test_an_arena_that_is_found_later_is_swapped_in(free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    free(NONE_FITS)
     refuse_arenas(monkeypatch, LimitError("no schedule was found"), first=1)
-    model, batch = model_and_batch()
-    step = planned(model, batch)
+    model, batch, step = planned_in_tight_memory(free)
     assert_trains_as_eager(model, batch, step, steps=1)  # a plan is swapped in once the peak of the one before is known
     step.wait()
     assert_trains_as_eager(model, batch, step)
@@ -207,10 +206,8 @@ def test_an_arena_that_is_found_later_is_swapped_in(free: Callable[[float], None
 def test_steps_stay_in_no_arena_if_they_are_slower_in_one_or_none_is_found(
     ends: str, free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free(NONE_FITS)
     refuse_arenas(monkeypatch, LimitError("no schedule was found"), first=1)
-    model, batch = model_and_batch()
-    step = planned(model, batch)
+    model, batch, step = planned_in_tight_memory(free)
     if ends == "nothing is found":
         monkeypatch.setattr(improvement.BackgroundSolve, "receive", end_without_plan)
     else:
@@ -229,10 +226,8 @@ def end_without_plan(solve: BackgroundSolve, most_s: float = 0.0) -> None:
 def test_if_the_arena_exceeds_the_budget_and_no_other_is_found_steps_run_in_none(
     free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free(NONE_FITS)
     refuse_arenas(monkeypatch, InfeasibleError("none needs less"), first=2)
-    model, batch = model_and_batch()
-    step = planned(model, batch)
+    model, batch, step = planned_in_tight_memory(free)
     budget_bytes, peak_of = step.plan.budget_bytes, PeakWatch._compute_peak
 
     def compute_peak(watch: PeakWatch, *rises: object) -> int:

@@ -43,7 +43,7 @@ from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings, select_settings
 from solvers.arena.solve import ARENA_SIZES
 from solvers.clock import Clock
-from solvers.order.reorder import Reordering, find_order, keep_program_order, lowers_peak, may_lower_peak
+from solvers.order.reorder import Reordering, find_order, keep_program_order
 from solvers.registry import get_solver
 from solvers.request import Request, Start
 from solvers.result import Result, SolveProgress, Status
@@ -318,16 +318,12 @@ def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock |
     """Return `graph` in the order of ops in which `solver` solves it at several budgets.
 
     Args:
-        reorder: True: the best order found; False: program order; None: for the solver ``windows`` the best order if its peak is
-            lower, for others program order.
+        reorder: True: the best order found; False: program order; None: the former for the solver ``windows``, the latter for
+            others.
         clock: limit of the search for an order.
     """
-    if reorder:
-        return find_order(graph, clock)
-    if reorder is None and solver in REORDERED and may_lower_peak(graph):
-        found = find_order(graph, clock)
-        return found if lowers_peak(found) else keep_program_order(graph)
-    return keep_program_order(graph)
+    reorder = solver in REORDERED if reorder is None else reorder
+    return find_order(graph, clock) if reorder else keep_program_order(graph)
 
 
 def compute_eager_peak_bytes(eager: Graph, planned: Graph, asked: CountedMemory | None) -> int:

@@ -12,16 +12,16 @@ _GRACE_S = 5.0  # wait for its end after a request to stop
 
 
 class OrderSearch:
-    """A background search for an order; leaving the ``with`` statement ends it. It sifts only if that may lower the peak.
+    """A background search for an order; leaving the ``with`` statement ends it.
 
     Attributes:
-        found: the order that it ended with; None before, and if no order can lower the peak.
-        better: the same, if keeping everything has a notably lower peak in it than in program order.
+        found: the order that it ended with, if that is not program order; None before.
+        lowers_peak: True if keeping everything has a notably lower peak in it than in program order; None before this is known.
     """
 
     def __init__(self, graph: Graph, clock: Clock) -> None:
         self.found: Reordering | None = None
-        self.better: Reordering | None = None
+        self.lowers_peak: bool | None = None
         self._graph = graph
         self._clock = clock
         self._failure: Exception | None = None
@@ -36,18 +36,19 @@ class OrderSearch:
         self._thread.end(_GRACE_S)
 
     def wait(self, most: float) -> None:
-        """Wait for its end, up to `most` of the clock."""
+        """Wait until it is known if an order lowers the peak, up to `most` of the clock."""
         until = self._clock.now + most
-        while self._thread.running and self._clock.now < until:
+        while self._thread.running and self.lowers_peak is None and self._clock.now < until:
             self._thread.wait(_POLL)
         if self._failure is not None:
             raise self._failure
 
     def _go(self) -> None:
         try:
-            if may_lower_peak(self._graph):
-                found = find_order(self._graph, self._clock, lambda: self._cancelled)
-                self.better = found if lowers_peak(found) else None
-                self.found = found
+            promising = may_lower_peak(self._graph)
+            self.lowers_peak = None if promising else False
+            found = find_order(self._graph, self._clock, lambda: self._cancelled)
+            self.found = found if found.changed else None
+            self.lowers_peak = promising and lowers_peak(found)
         except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
             self._failure = error

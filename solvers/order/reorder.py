@@ -1,7 +1,9 @@
 """Reordering of ops: the program order is one topological order of many, and another may need less memory at no cost.
 
 Known weakness: an order is judged by the peak of keeping everything and by the bound on the least budget, not by the overhead at
-the budget, which only a solve tells. On twelve models of the zoo, orders that did not lower that peak gained nothing.
+the budget, which only a solve tells. Orders that do not lower that peak gain nothing where program order is solved in seconds;
+where it is not, they are often solved faster: ViT-L at 3% above its least budget in 1 s, where program order keeps a gap of 0.6%
+after a minute.
 """
 
 import math

@@ -56,9 +56,10 @@ def solve_in_best_order(solve: Solver, request: Request) -> SolvedOrder:
     """Solve in program order, and in an order of lower peak if there is one that can gain.
 
     The order is searched in the background of the solve in program order, which ends when an order is found. Its proof stands;
-    the other order is tried only if more than the tolerance is left above keeping everything, and for a time in proportion. If
-    neither proves its schedule, the solve in program order goes on. If program order has no schedule, any order that needs less
-    is tried, first that of the request's start. No order without a schedule takes the time of the others.
+    the other order is tried only if it lowers the peak of keeping everything, if more than the tolerance is left above the time
+    of that, and for a time in proportion. If neither proves its schedule, the solve in program order goes on. If program order
+    has no schedule, any order that needs less is tried, first that of the request's start. No order without a schedule takes the
+    time of the others.
     """
     solved = _solve_in_orders(solve, request)
     if solved.result.ended is not Ending.STOPPED:
@@ -76,7 +77,7 @@ def _solve_in_orders(solve: Solver, request: Request) -> SolvedOrder:
             request,
             on_progress=patience,
             should_stop=lambda: (
-                request.is_interrupted() or (search.better is not None and patience.is_bounded) or patience.is_over()
+                request.is_interrupted() or (search.found is not None and patience.is_bounded) or patience.is_over()
             ),
         )
         first = solve_in(program, solve, stopping)
@@ -86,9 +87,9 @@ def _solve_in_orders(solve: Solver, request: Request) -> SolvedOrder:
         # A quick proof would end the search for an order before it has begun; a long one has paid for it already.
         search.wait(max(_SEARCH_LEAST, took))
     if first.result.schedule is not None:
-        if search.better is None:
+        if search.found is None or (first.result.status in SOLVED and not search.lowers_peak):
             return _choose_faster(first, _continue(first, solve, request)) if patience.gave_up else first
-        best = _solve_again(first, search.better, took, solve, request)
+        best = _solve_again(first, search.found, took, solve, request)
         if first.result.status in SOLVED or best.result.status in SOLVED or request.is_stopped():
             return best
         faster = _choose_faster(best, _continue(first, solve, request))

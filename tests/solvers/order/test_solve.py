@@ -81,6 +81,25 @@ def test_no_other_order_is_tried_where_the_first_proof_leaves_nothing_to_gain() 
     assert len(given) == 2
 
 
+def test_an_order_that_lowers_no_peak_is_tried_where_program_order_is_not_proved() -> None:
+    graph = transformer(TransformerSize(layers=2))
+    order = find_order(graph)
+    assert order.changed and not may_lower_peak(graph)
+    budget_bytes = (bound_least_budget(graph).budget_bytes + keep_everything_peak_bytes(graph)) // 2
+    rough = get_solver("largest")(Request(graph, budget_bytes)).schedule
+
+    def search(request: Request) -> Result:
+        request.tell("searching", 1e9, 1.1 * graph.time_s)
+        while not request.is_stopped():
+            request.clock.spend(0.1)
+        return Result(graph, budget_bytes, Status.FEASIBLE, rough, graph.time_s, "windows", 1.0)
+
+    solve, calls = answering(search, solve_to_end)
+    found = solve_in_best_order(solve, Request(graph, budget_bytes, Tolerance.of(1e-3), WorkClock(100.0)))
+    assert [call.graph for call in calls] == [graph, order.graph]
+    assert found.result.status is Status.OPTIMAL and found.order == order
+
+
 def test_an_order_of_lower_peak_is_solved_in_and_its_bound_reported() -> None:
     graph = weight_gradients()
     found, given = solved(graph, 36_000)

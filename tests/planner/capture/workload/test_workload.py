@@ -1,4 +1,4 @@
-"""Models named on the command line: parsed, imported, called with typed options, and all failures."""
+"""Models named on the command line: parsed, imported, called with typed options, at any batch size, and all failures."""
 
 import inspect
 import sys
@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from graphs.errors import ModelError, PlannerError
+from graphs.errors import ModelError, PlannerError, UnknownOptionError, UsageError
 from planner.capture.workload.models import ZOO, Workload, describe_options, get_factory
 from planner.capture.workload.workload import ModelSpec, load, parse_options, parse_spec
+from planner.settings.plan import PlanSettings
+from planner.studies.workload_sizes import SizedModel
+from planner.studies.workload_tracing import Tracing
 
 OWN_MODEL = Path(__file__).parents[4] / "examples" / "own_model.py"
 
@@ -279,3 +282,33 @@ def test_missing_device_raises() -> None:
 def test_model_and_batch_are_moved_to_the_device() -> None:
     workload = load(parse_spec(f"{OWN_MODEL}:build,batch=2,width=8,depth=1"), device="cuda")
     assert {t.device.type for t in (*workload.model.parameters(), *workload.batch)} == {"cuda"}
+
+
+WAY_OUT = "name the one that is the batch size with --batch-option"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "def build(width: int = 4):\n    raise AssertionError\n\n\n"
+        "def load(batch: int = 4):\n    raise ValueError(\"the loader has no option 'batch'\")\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize(("spec", "option"), [("zoo:mlp", "size"), ("{source}:build", "batch")])
+def test_an_option_that_there_is_not_is_told_with_the_way_out(spec: str, option: str, source: Path) -> None:
+    sizes = SizedModel(parse_spec(spec.format(source=source)), option, Tracing(PlanSettings(roofline="cpu")), way_out=WAY_OUT)
+    with pytest.raises(UsageError, match=rf"has no option '{option}': its options are .*{WAY_OUT}") as refused:
+        sizes.trace_graph(8)
+    assert isinstance(refused.value.__cause__, UnknownOptionError)
+    assert refused.value.__cause__.option == option
+
+
+@pytest.mark.parametrize(("spec", "option"), [("{source}:load", "batch"), ("{source}:load,size=3", "batch")])
+def test_unrelated_option_error_is_raised_without_advice(spec: str, option: str, source: Path) -> None:
+    sizes = SizedModel(parse_spec(spec.format(source=source)), option, Tracing(PlanSettings(roofline="cpu")), way_out=WAY_OUT)
+    with pytest.raises(PlannerError, match="has no option") as refused:
+        sizes.trace_graph(8)
+    assert WAY_OUT not in str(refused.value)

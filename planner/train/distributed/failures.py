@@ -68,7 +68,8 @@ def tell_failures() -> Iterator[None]:
     except BaseException as error:
         with suppress(Exception):  # the store ends with the process that began it
             if not (store := get_default_store()).check([_key]):  # else this failure follows from the one told
-                store.set(_key, f"rank {dist.get_rank()}: {typed_line(error)}")
+                own = f"rank {dist.get_rank()}: {typed_line(error)} (this process has waited for that one)"
+                store.set(_key, _ended_by or own)  # what has ended this process, if another one has
         raise
     finally:
         _telling -= 1
@@ -140,5 +141,5 @@ def _find_failure() -> str:
     """Return the failure that another process has told, "" if there is none."""
     with suppress(Exception):  # the store ends with the process that began it
         store = get_default_store()
-        return f"{store.get(_key).decode()} (this process has waited for that one)" if store.check([_key]) else ""
+        return str(store.get(_key).decode()) if store.check([_key]) else ""
     return ""

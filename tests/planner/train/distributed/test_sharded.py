@@ -41,6 +41,7 @@ from planner.settings.plan import PlanSettings
 from planner.torch_private.core import get_local_tensor
 from planner.torch_private.distributed import get_default_store
 from planner.train.compile.compiler import Compiler
+from planner.train.distributed import failures
 from planner.train.distributed.collectives import run_on_buffer
 from planner.train.distributed.failures import tell_failures, wait_for_others
 from planner.train.distributed.wrappers import unwrap
@@ -635,6 +636,7 @@ def leave_alone(rank: int, *, how: str, settings: dict[str, Any]) -> None:
         with tell_failures(), pytest.raises(PlannerError, match=re.escape(str(raised.value))):
             wait_for_others(later)
         assert time.monotonic() - begun < 1.9  # what was issued after it is not waited for
+        assert store.get(failures._key).decode() == str(raised.value)  # as others hear it
         store.set(f"ended {rank}", "")
     elif how != "ends":
         with pytest.raises(IndexError):

@@ -329,7 +329,10 @@ class Compiler:
         """Return a step for numbers that have changed: `what` says which."""
         began, name = time.perf_counter(), re.split(" (?:was|is) ", what)[0]
         with self.wrapper.open():
-            step = self._build_with_numbers(batch, steps)
+            try:
+                step = self._build_with_numbers(batch, steps)
+            except TraceError as error:
+                raise TraceError(f"{what}, and {error}") from error
         if name not in self.named:
             self.named.add(name)
             again = "captured again: " if any(step.plan is other.plan for other in steps) else "planned again: "

@@ -109,6 +109,10 @@ def check_differences(rank: int) -> None:
     with pytest.raises(TraceError, match=r"taken differently by the processes \(rank 0: .*if asked.* True; rank 1: .* False\)"):
         pair.step(*make_batch(rank, sign=mine))
     pair.train(make_batch(rank, sign=-1.0))
+    pair.planned.skips = rank == 1
+    with pytest.raises(TraceError, match=r"^rank 1: .*skips.*, and the steps of the processes differ, and under fully_shard"):
+        pair.step(*make_batch(rank, sign=-1.0))
+    pair.planned.skips = False
     x, y = make_batch(rank)
     with pytest.raises(MismatchError, match=r"^rank 1: input 0 of the batch is float64.*processes run each step together"):
         pair.step(-x.double() if rank else -x, y)

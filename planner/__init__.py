@@ -1,5 +1,6 @@
 """Optimal rematerialization for PyTorch: ``trace``, ``solve``, ``compile``, ``checkpoint``, ``rematerialize``, ``run``."""
 
+import sys
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -93,7 +94,7 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         return version("remat-planner")
     if name not in _MODULES:
-        raise AttributeError(f"module 'planner' has no attribute {name!r}")
+        raise AttributeError(f"module 'planner' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     with explain_missing_packages():
         return getattr(import_module(_MODULES[name]), name)
 

@@ -310,6 +310,11 @@ class Executor:
                     f"{name} of the batch is {type(given).__name__}, but the step was planned for a tensor "
                     f"{planned.dtype}{list(planned.shape)}"
                 )
+            if given.device.type != self._device_type:
+                raise MismatchError(
+                    f"{name} of the batch is on {given.device}, but the step was planned for {self._device_type}: move it there "
+                    f"with .to({self._device_type!r})"
+                )
             if tuple(given.shape) != planned.shape or _format_dtype(given) != planned.dtype:
                 raise MismatchError(
                     f"{name} of the batch is {_format_dtype(given)}{list(given.shape)}, but the step was planned for "
@@ -338,7 +343,9 @@ class Executor:
         other: list[tuple[str, torch.Tensor, Tensor]] = []
         for source in self.inputs:
             planned, given = self.graph.tensors[source.tensor], leaves[int(source.name)]
-            if not isinstance(given, torch.Tensor) or _format_dtype(given) != planned.dtype or given.dim() != len(planned.shape):
+            if not isinstance(given, torch.Tensor) or given.device.type != self._device_type:
+                return
+            if _format_dtype(given) != planned.dtype or given.dim() != len(planned.shape):
                 return
             if tuple(given.shape) != planned.shape:
                 other.append((self.signature.names[int(source.name)], given, planned))

@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 import psutil
 
-from graphs.errors import GraphError, MismatchError, UsageError
+from graphs.errors import BudgetError, GraphError, MismatchError, UsageError
 from graphs.ir import Graph
 from graphs.options.option import Need
 from graphs.options.selection import list_exact_ops
@@ -192,8 +192,6 @@ def build_option_settings(
         UsageError: there is no such option; or the link, the memory or `exact` is given without an option that needs it.
         BudgetError: the link or the memory cannot be read.
     """
-    if isinstance(options, str):
-        raise UsageError(f"options is {options!r}: must be a list of names, [{options!r}]")
     check_complete(options)
     if exact and not options:
         raise UsageError("exact is given, but no option that it applies to: add options=['chunks'] (--options chunks)")
@@ -209,7 +207,11 @@ def build_option_settings(
     free_bytes, asked = psutil.virtual_memory().available, host_budget
     if host_budget is None:
         host_budget = int(_HOST_SHARE * free_bytes)
+    if type(host_budget) not in (int, str):
+        raise BudgetError(f"host_budget is {host_budget!r}: must be whole bytes, or text such as '64GB' or '50%'")
     host_bytes = parse_budget(host_budget, peak_bytes=free_bytes) if isinstance(host_budget, str) else host_budget
+    if type(link) not in (int, float, str, type(None)):
+        raise BudgetError(f"link is {link!r}: must be bytes a second, or text such as '25GB/s'")
     rate = None if link is None else parse_rate(link) if isinstance(link, str) else float(link)
     Surroundings(Link.even(1.0 if rate is None else rate), host_bytes)  # raise before anything is traced or measured
     return OptionSettings(tuple(options), rate, host_bytes, exact, asked)

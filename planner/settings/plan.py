@@ -19,7 +19,7 @@ from typing import Any
 from graphs.errors import UsageError
 from graphs.optimizers import OPTIMIZERS, MeasuredOptimizer
 from graphs.options.option import Feature
-from planner.capture.options import list_step_option_names, parse_option
+from planner.capture.options import check_names, list_step_option_names, parse_option
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import get_device
@@ -167,7 +167,8 @@ class PlanSettings:
                 raise UsageError(f"{name} is {value!r}: choose from {', '.join(known)}")
         flags = ("accumulate", "measure_link", "cuda_graph", "dynamic", "compare_eager", "check_writes")
         check_flags(**{name: getattr(self, name) for name in flags})
-        check_flags(None, arena=self.arena, replan=self.replan)
+        check_flags(None, arena=self.arena, replan=self.replan, reorder=self.reorder)
+        check_flags(exact=self.options.exact)
         if not isinstance(self.cache, str | os.PathLike | None):
             raise UsageError(f"cache is {self.cache!r}: must be the name of a folder")
         if not isinstance(self.max_plans, int) or self.max_plans < 1:
@@ -190,6 +191,7 @@ class PlanSettings:
         Raises:
             UsageError, BudgetError: as for the class, or an argument cannot be read.
         """
+        check_names(other_devices=other_devices)
         about = {name: given.pop(name) for name in _ABOUT_OPTIONS if name in given}
         return cls(
             options=options if isinstance(options, OptionSettings) else build_option_settings(options, **about),

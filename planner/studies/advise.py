@@ -12,7 +12,7 @@ from torch import nn
 from graphs.errors import BudgetError
 from graphs.ir import Graph, check_is_graph
 from graphs.short_tracebacks import shorten_traceback
-from planner.capture.options import OPTIONS, list_options_for_any_step, list_step_option_names
+from planner.capture.options import OPTIONS, check_options, list_options_for_any_step, list_step_option_names
 from planner.capture.signature import Batch, list_leaves
 from planner.capture.step import LossFn
 from planner.measure.steps import describe_device
@@ -78,6 +78,7 @@ def advise(
     given = {name: value for name, value in select_settings(locals()).items() if name in signature(trace).parameters}
     began = time.monotonic()
     check_positive("time limit", time_limit_s, "seconds")
+    check_options(() if options is None else options)
     names = _list_options_to_try(roofline) if options is None else tuple(options)
     kind, device, available_bytes = _find_device(model, batch, roofline)
     counted = choose_memory_on(kind, CountedMemory.of(memory))

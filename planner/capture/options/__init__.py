@@ -5,7 +5,7 @@ are removed again. Others are added to any graph when it is solved (``GraphOptio
 ``compress:4``. This package imports torch lazily.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from types import MappingProxyType
 
 from graphs.errors import UsageError
@@ -94,8 +94,21 @@ def list_options_to_try(graph: Graph) -> tuple[str, ...]:
     return (*list_needing(Need.LINK), *(get_option(name).to_try for name in list_traced_options(graph)))
 
 
+def check_names(**given: object) -> None:
+    """Raise unless each argument is a list of texts, or another collection of them with an order or none.
+
+    Raises:
+        UsageError: one is not; the letters of a text are no names.
+    """
+    for name, names in given.items():
+        if isinstance(names, str) or not isinstance(names, Sequence | Set) or not all(isinstance(each, str) for each in names):
+            shown = [names] if isinstance(names, str) else ["NAME"]
+            raise UsageError(f"{name} is {names!r}: must be a list of names, {shown!r}")
+
+
 def check_options(names: Sequence[str]) -> None:
     """Raise UsageError if a name is not that of an option, or is there twice."""
+    check_names(options=names)
     found = [parse_option(text)[0] for text in names]
     for name in found:
         if found.count(name) > 1:

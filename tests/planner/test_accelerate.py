@@ -1,6 +1,7 @@
 """Loops of Hugging Face Accelerate: prepared models, optimizers and loaders, with and without a plan."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +76,26 @@ def test_trains_as_accelerate_alone(precision: str) -> None:
     assert step.plan.graph.provenance["optimizer"]["name"] == "AdamW"
     assert len(step.plan.schedule.computed) > step.plan.graph.ops
     assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
+
+
+def test_a_state_that_is_loaded_after_planning_trains_on_as_accelerate_alone(tmp_path: Path) -> None:
+    def train(step: Any) -> None:
+        for x, y in loader:
+            accelerator.backward(step(x, y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    accelerator, model, optimizer, loader = prepared("bf16", 512)
+    train(lambda x, y: F.cross_entropy(model(x), y))
+    accelerator.save_state(tmp_path)
+    train(lambda x, y: F.cross_entropy(model(x), y))
+    alone = [p.detach() for p in model.parameters()]
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator, model, optimizer, loader = prepared("bf16", 512)
+    step = planner.compile(model, F.cross_entropy, tuple(next(iter(loader))), budget=HALF_WAY, optimizer=optimizer, **QUICK)
+    accelerator.load_state(tmp_path)
+    train(step)
+    assert all(map(torch.equal, model.parameters(), alone))
 
 
 @pytest.mark.slow

@@ -297,6 +297,19 @@ def test_another_module_gets_another_plan(tmp_path: Path) -> None:
     assert all(map(torch.equal, second.parameters(), first.parameters()))
 
 
+def test_a_resumed_run_trains_as_lightning_alone(tmp_path: Path) -> None:
+    trained_to = {}
+    for name, callbacks in (("alone", []), ("planned", [PlannedTraining(HALF_WAY, **QUICK)])):
+        saved = pl.callbacks.ModelCheckpoint(tmp_path / name, save_last=True, save_on_train_epoch_end=True)
+        for epochs, last in ((1, None), (2, tmp_path / name / "last.ckpt")):
+            module, logged = trained(
+                Module(), tmp_path, *callbacks, saved, max_epochs=epochs, enable_checkpointing=True, resumed_from=last
+            )
+        trained_to[name] = (logged, [*module.state_dict().values()])
+    assert trained_to["planned"][0] == trained_to["alone"][0]
+    assert all(map(torch.equal, trained_to["planned"][1], trained_to["alone"][1]))
+
+
 def test_unknown_options_raise() -> None:
     with pytest.raises(PlannerError, match=r"unknown option 'buget' of planner\.compile.*: choose from accumulate, "):
         PlannedTraining(HALF_WAY, buget=1)

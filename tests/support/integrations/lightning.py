@@ -66,7 +66,12 @@ def batches(count: int) -> DataLoader:
 
 
 def trained(
-    module: Any, folder: Path, *callbacks: Any, data: tuple[DataLoader, ...] | None = None, **more: Any
+    module: Any,
+    folder: Path,
+    *callbacks: Any,
+    data: tuple[DataLoader, ...] | None = None,
+    resumed_from: Path | None = None,
+    **more: Any,
 ) -> tuple[Any, list[dict[str, float]]]:
     recorder = Recorder()
     options = {
@@ -79,5 +84,5 @@ def trained(
     options = {**options, "enable_model_summary": False, "log_every_n_steps": 1, "gradient_clip_val": 1.0, **more}
     trainer = pl.Trainer(default_root_dir=folder, callbacks=[*callbacks, recorder], **options)
     torch.manual_seed(5)
-    trainer.fit(module, *((batches(3), batches(1)) if data is None else data))
+    trainer.fit(module, *((batches(3), batches(1)) if data is None else data), ckpt_path=resumed_from)
     return module, recorder.logged

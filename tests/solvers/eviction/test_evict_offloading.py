@@ -19,7 +19,7 @@ from solvers.problem import Problem, build_problem
 from solvers.windows import driver
 from solvers.windows.decoding.decode import Trial, find_late_writers, order_of, try_out
 from solvers.windows.search import Search
-from solvers.windows.strategies.offloaded_orders import OffloadedOrders
+from solvers.windows.strategies.offloaded_orders import LeastOffloaded
 from solvers.windows.strategies.portfolio import OffloadingPortfolio
 from solvers.windows.strategies.refinement import Relaxation
 from tests.support.solvers.answers import ask
@@ -106,12 +106,12 @@ def test_solve_finds_a_schedule_with_copies_before_using_models(monkeypatch: pyt
     found = filter(None, (find_evicting_order(plain, rule) for rule in RULES))
     recomputing_s = min(simulate(TRANSFORMER, schedule_of(TRANSFORMER, one.computed)).time_s for one in found)
 
-    def next_comes(strategy: OffloadedOrders, limit: float) -> bool:
+    def next_comes(strategy: LeastOffloaded, limit: float) -> bool:
         raise ModelsNextError  # beside that, there is a search without
 
     monkeypatch.setattr(Relaxation, "step", lambda *_: True)
     monkeypatch.setattr(OffloadingPortfolio, "step", lambda *_: False)
-    monkeypatch.setattr(OffloadedOrders, "step", next_comes)
+    monkeypatch.setattr(LeastOffloaded, "step", next_comes)
     search = Search.of(ask(problem.whole, problem.budget_bytes))
     with pytest.raises(ModelsNextError):
         driver.run(search)

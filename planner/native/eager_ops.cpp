@@ -4,13 +4,13 @@
 //
 // Autograd may run a thread for a CUDA device beside the one for the CPU, with the same receiver.
 
+#include "memory.h"
 #include "op_records.h"
+#include "recomputation.h"
 
-#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/stack.h>
-#include <c10/core/DefaultDtype.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/PyInterpreter.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -18,6 +18,7 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <c10/util/bit_cast.h>
+#include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/library.h>
 
@@ -28,6 +29,8 @@
 #include <string>
 #include <unordered_map>
 #include <utility>
+
+namespace py = pybind11;
 
 namespace {
 
@@ -135,13 +138,6 @@ bool add_to_key(Key& key, const IValue& value) {
     return false;
   }
   return true;
-}
-
-// The settings that kernels read, as `planner.torch_private.core.get_kernel_settings` has them.
-std::array<int64_t, kKernelSettings> present_settings() {
-  const auto& context = at::globalContext();
-  return {static_cast<int64_t>(c10::get_default_dtype_as_scalartype()), context.userEnabledMkldnn(), context.userEnabledCuDNN(),
-          context.benchmarkCuDNN(), context.deterministicCuDNN()};
 }
 
 // Returns whether the sizes of the outputs depend on the contents of the arguments.
@@ -295,29 +291,6 @@ PyObject* unpack(PyObject*, PyObject* packed) {
   END_HANDLE_TH_ERRORS
 }
 
-using Observed = std::weak_ptr<OpRecords>;
-
-PyObject* enter_ops(PyObject* self, PyObject* pending) {
-  HANDLE_TH_ERRORS
-  static_cast<Observed*>(PyCapsule_GetPointer(self, nullptr))->lock()->enter_ops(pending);
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* settle(PyObject* self, PyObject*) {
-  HANDLE_TH_ERRORS
-  static_cast<Observed*>(PyCapsule_GetPointer(self, nullptr))->lock()->settle();
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-template <typename Held>
-PyObject* new_capsule(const Held& held) {
-  return PyCapsule_New(new Held(held), nullptr, [](PyObject* dropped) {
-    delete static_cast<Held*>(PyCapsule_GetPointer(dropped, nullptr));
-  });
-}
-
 } // namespace
 
 extern "C" {
@@ -357,24 +330,29 @@ void eager_leave(int64_t receiver) {
 
 // The following functions need Python's global interpreter lock.
 
-// Makes the records, with the objects that op_records.cpp names, and returns the hooks that pack and unpack saved tensors,
-// `Memory.enter_ops` and `Memory.settle`; null, with Python's error set, on failure.
+// Makes the records, with the objects that op_records.cpp names, and returns the hooks that pack and unpack saved tensors; null, with
+// Python's error set, on failure.
 PyObject* eager_record_with(int64_t receiver, PyObject* parts) {
-  static PyMethodDef methods[] = {
-      {"pack", &pack, METH_O, nullptr}, {"unpack", &unpack, METH_O, nullptr}, {"enter_ops", &enter_ops, METH_O, nullptr},
-      {"settle", &settle, METH_NOARGS, nullptr}};
+  static PyMethodDef methods[] = {{"pack", &pack, METH_O, nullptr}, {"unpack", &unpack, METH_O, nullptr}};
   try {
     of(receiver)->records = new_op_records(parts);
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
   }
-  PyObject* held = new_capsule(of(receiver));
-  PyObject* observed = new_capsule(Observed(of(receiver)->records)); // the records hold the memory
-  PyObject* found = Py_BuildValue("NNNN", PyCFunction_New(&methods[0], held), PyCFunction_New(&methods[1], held),
-                                  PyCFunction_New(&methods[2], observed), PyCFunction_New(&methods[3], observed));
+  PyObject* held = PyCapsule_New(new Shared(of(receiver)), nullptr, [](PyObject* dropped) { delete &receiver_in(dropped); });
+  PyObject* found = Py_BuildValue("NN", PyCFunction_New(&methods[0], held), PyCFunction_New(&methods[1], held));
   Py_DECREF(held);
-  Py_DECREF(observed);
   return found;
+}
+
+// Returns the types of the budgeted memory, of recomputation and of storages.
+PyObject* eager_types() {
+  try {
+    return py::make_tuple(memory_type(), recomputation_type(), py::handle(reinterpret_cast<PyObject*>(tracked_storage_type()))).release().ptr();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
 }
 }

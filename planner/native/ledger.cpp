@@ -163,7 +163,7 @@ class Ledger final : public EvictionLedger {
     return number;
   }
 
-  void note_recomputed(int64_t op) {
+  void note_recomputed(int64_t op) override {
     const auto& record = ops_.at(op);
     for (auto id : record.outputs) {
       ++at(id).again;
@@ -197,7 +197,7 @@ class Ledger final : public EvictionLedger {
     }
   }
 
-  void note_computed(int64_t id) {
+  void note_computed(int64_t id) override {
     enter(id);
     restore(id);
   }
@@ -236,7 +236,7 @@ class Ledger final : public EvictionLedger {
   }
 
   // Of equal scores it is the storage that became evictable last, but for scores of 0 the first.
-  std::optional<int64_t> choose_victim(double now_s) {
+  std::optional<int64_t> choose_victim(double now_s) override {
     std::optional<int64_t> chosen;
     double least = kNever;
     for (auto id : candidates_) {

@@ -31,9 +31,13 @@ import torch
 from graphs.errors import PlannerError, first_line
 
 _LOGGER = logging.getLogger(__name__)
-_NAMES = ("passes", "eager_ops", "op_records", "recorded_op", "tracked_storage", "size_rules", "ledger", "arena_allocator")
+_NAMES = (
+    *("passes", "eager_ops", "op_records", "memory", "recomputation", "recorded_op", "tracked_storage", "size_rules", "ledger"),
+    "arena_allocator",
+)
+_HEADER_NAMES = ("op_records.h", "memory.h", "recomputation.h", "recorded_op.h", "tracked_storage.h", "python_objects.h")
 _SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
-_HEADERS = tuple(map(Path(__file__).with_name, ("op_records.h", "recorded_op.h", "tracked_storage.h", "python_objects.h")))
+_HEADERS = tuple(map(Path(__file__).with_name, _HEADER_NAMES))
 _COMPILER = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 # No vectors of the present machine: others may share the folder. Warnings are errors in the tests: another compiler has others.
 # Products and sums are rounded one by one, as in Python.
@@ -53,6 +57,7 @@ class Library:
         new_program: returns a program from its description.
         run: runs a program on a tuple, and sets the position of the instruction at which it is.
         ledger: the type of ledgers, with the methods of ``solvers.online.ledger.Ledger`` that the eager runtime calls.
+        memory, recomputation, tracked_storage: the types that ``planner.train.eager.storages`` describes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,6 +69,7 @@ class Library:
         self.new_program = _declare(functions.passes_new, value, value)
         self.run = _declare(functions.passes_run, value, value, value, ctypes.POINTER(ctypes.c_int64))
         self.ledger = _declare(functions.ledger_type_of_library, value)()
+        self.memory, self.recomputation, self.tracked_storage = _declare(functions.eager_types, value)()
 
     def declare(self, prefix: str, functions: Mapping[str, tuple[Any, list[Any]]]) -> ctypes.CDLL:
         """Return all functions, after declaring the results and arguments of some, by their names without `prefix`."""

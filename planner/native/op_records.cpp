@@ -2,20 +2,20 @@
 //
 // For each signature there is a pattern: the record of such an op without its storages.
 // The record of an op (recorded_op.h) refers to the pattern, and has its own storages. What happens around an op is done here too:
-// storages that were freed, the log of the step, saved tensors that are packed, unpacked and dropped, ops that enter the ledger.
-// Python is asked for the rest: copies of contents before they are overwritten, room for an op, tensors that no op has made,
-// recomputation, and what to do after an error (`Recorder` of planner.train.eager.recording).
+// storages that were freed, the log of the step, saved tensors that are packed, unpacked and dropped. Python is asked for the rest:
+// copies of contents before they are overwritten, sizes without a rule, and what to do after an error (`Recorder` of
+// planner.train.eager.recording).
 //
 // An op that ends with an error may have written a part of its result, so that storage is kept, as it cannot be recomputed.
 //
-// Known weakness: what watches storages, counts of bytes and the log of the step are Python objects, and evicted tensors are
-// recomputed in Python.
+// Known weakness: the log of the step and the facts about a signature are Python objects.
 //
 // Attributes of classes with slots are read and written in place. All others have their names.
 
 #include "op_records.h"
-#include "recorded_op.h"
-#include "tracked_storage.h"
+
+#include "memory.h"
+#include "recomputation.h"
 
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <pybind11/pybind11.h>
@@ -68,55 +68,6 @@ class AllocatedBytes final : public torch::profiler::impl::ProfilerStateBase {
 };
 
 const auto kProfiler = c10::DebugInfoKind::PROFILER_STATE;
-
-// The name of an attribute, which is read and written in place where the class of an object has it in its __slots__.
-class Name {
- public:
-  explicit Name(const char* name) : name_(steal(PyUnicode_InternFromString(name))) {}
-
-  py::object of(py::handle object) const {
-    if (PyObject* value = has_slot(object) ? at(object) : nullptr; value != nullptr) {
-      return borrow(value);
-    }
-    return steal(PyObject_GetAttr(object.ptr(), name_.ptr()));
-  }
-
-  void set(py::handle object, const py::object& value) const {
-    if (has_slot(object)) {
-      Py_XSETREF(at(object), Py_NewRef(value.ptr()));
-    } else {
-      check(PyObject_SetAttr(object.ptr(), name_.ptr(), value.ptr()));
-    }
-  }
-
-  void add(py::handle object, int64_t value) const {
-    set(object, number(to_int(of(object)) + value));
-  }
-
-  template <typename... Arguments>
-  py::object call(py::handle object, const Arguments&... arguments) const {
-    return steal(PyObject_CallMethodObjArgs(object.ptr(), name_.ptr(), arguments.ptr()..., nullptr));
-  }
-
- private:
-  PyObject*& at(py::handle object) const {
-    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object.ptr()) + offset_);
-  }
-
-  bool has_slot(py::handle object) const {
-    if (Py_TYPE(object.ptr()) != type_) {
-      type_ = Py_TYPE(object.ptr());
-      const auto found = steal(PyObject_Type(object.ptr())).attr("__dict__").attr("get")(name_);
-      const bool is_slot = Py_IS_TYPE(found.ptr(), &PyMemberDescr_Type);
-      offset_ = is_slot ? reinterpret_cast<PyMemberDescrObject*>(found.ptr())->d_member->offset : 0;
-    }
-    return offset_ != 0;
-  }
-
-  py::object name_;
-  mutable PyTypeObject* type_ = nullptr; // of the last object, and where it has the attribute: 0 if it is no slot
-  mutable Py_ssize_t offset_ = 0;
-};
 
 // Where the objects of a class have an attribute, one of its __slots__.
 class Slot {
@@ -201,43 +152,40 @@ class Records final : public OpRecords {
  public:
   explicit Records(const py::tuple& parts)
       : recorder_(parts[0]),
-        watch_type_(parts[1]),
-        logged_type_(parts[2]),
-        known_(parts[3]),
-        invisible_(recorder_.attr("memory").attr("_invisible")),
-        watch_extra_(watch_type_, "extra_bytes"),
-        watch_size_(watch_type_, "size_bytes"),
-        watch_storage_(watch_type_, "storage"),
+        logged_type_(parts[1]),
+        known_(parts[2]),
         lock_(recorder_.attr("lock")),
-        memory_(recorder_.attr("memory")),
+        memory_(recorder_.attr("memory").cast<Memory&>()),
         follower_(recorder_.attr("follower")),
         plans_(follower_.attr("plans")),
-        recomputation_(recorder_.attr("recomputation")),
+        recomputation_(recorder_.attr("recomputation").cast<Recomputation&>()),
         costs_(recorder_.attr("costs")),
         sources_(recorder_.attr("sources")),
         saved_(sources_.attr("saved")),
         names_(recorder_.attr("module").attr("names")),
         noted_(recorder_.attr("module").attr("noted")),
         sizes_(recorder_.attr("sizes")),
-        resident_(memory_.attr("resident")),
-        freed_(memory_.attr("freed")),
-        note_freed_(freed_.attr("append")),
-        longest_chain_(parts[4].cast<Py_ssize_t>()),
-        lock_of_draws_(parts[5]),
-        get_random_state_(parts[6]),
-        ledger_watch_type_(parts[7]),
-        ledger_watch_id_(ledger_watch_type_, "ledger_id"),
-        few_ops_(parts[8].cast<int64_t>()),
-        measurements_(parts[9].cast<int64_t>()),
-        get_kernel_settings_(parts[10]),
+        longest_chain_(parts[3].cast<Py_ssize_t>()),
+        lock_of_draws_(parts[4]),
+        get_default_generator_(parts[5]),
+        few_ops_(parts[6].cast<int64_t>()),
+        measurements_(parts[7].cast<int64_t>()),
         budget_device_(reinterpret_cast<THPDevice*>(sizes_.attr("device").ptr())->device),
-        times_each_(costs_.attr("times_each").cast<bool>()) {}
+        times_each_(costs_.attr("times_each").cast<bool>()) {
+    memory_.recorder = recorder_.ptr();
+    memory_.on_freed = [this](TrackedStorage& storage) { log_release(storage, false); };
+    memory_.on_evicted = [this](TrackedStorage& storage) { log_eviction(storage); };
+  }
+
+  ~Records() override {
+    memory_.recorder = nullptr;
+    memory_.on_freed = memory_.on_evicted = nullptr;
+  }
 
   void record(const CalledOp& called) override {
     const py::gil_scoped_acquire held;
-    acquire.call(lock_);
-    const Unlocked at_the_end{*this, lock_};
-    settle_freed();
+    const Locked locked(lock_);
+    memory_.settle();
     const bool is_between = PyDict_GET_SIZE(saved_.ptr()) == 0;
     if (is_between) {
       begin_step();
@@ -255,30 +203,13 @@ class Records final : public OpRecords {
     if (!THPVariable_CheckExact(tensor) || THPVariable_Unpack(tensor).layout() != at::kStrided) {
       return Py_NewRef(tensor);
     }
-    acquire.call(lock_);
-    const Unlocked at_the_end{*this, lock_};
+    const Locked locked(lock_);
     return pack_recorded(tensor, self).release().ptr();
   }
 
   PyObject* unpack(SavedTensor& saved) override {
-    acquire.call(lock_);
-    const Unlocked at_the_end{*this, lock_};
+    const Locked locked(lock_);
     return unpack_recorded(saved).release().ptr();
-  }
-
-  void enter_ops(PyObject* pending) override {
-    const auto ledger = ledger_.of(memory_);
-    const auto heuristic = heuristic_.of(ledger);
-    for (auto reference : borrow(pending).cast<py::list>()) {
-      const auto op = steal(PyObject_CallNoArgs(reference.ptr()));
-      if (!op.is_none()) {
-        enter_op(*find_ledger(ledger.ptr()), heuristic, fields_of_op(op));
-      }
-    }
-  }
-
-  void settle() override {
-    settle_freed();
   }
 
   void release(SavedTensor& saved) override {
@@ -290,14 +221,15 @@ class Records final : public OpRecords {
     saved.alias.reset();
     if (--storage_of(storage).saved == 0) {
       remove(saved_, identity_of(storage));
-      if (storage_of(storage).evicted) {
-        mark_not_evicted.call(memory_, storage);
+      if (std::exchange(storage_of(storage).evicted, false)) {
+        memory_.evicted_bytes -= storage_of(storage).size_bytes;
       }
       // The ledger is not updated: the garbage collector may call this while it runs. Its choices are checked instead.
-      Py_CLEAR(storage_of(storage).base);
-      const auto watch = py::handle(storage_of(storage).watch);
-      if (!has(watch) || PyWeakref_GetObject(watch.ptr()) == Py_None) {
-        log_release(storage, true);
+      storage_of(storage).base.reset();
+      memory_.end_holding(storage_of(storage));
+      const auto* watch = storage_of(storage).watch;
+      if (watch == nullptr || watch->memory.use_count() == 0) {
+        log_release(storage_of(storage), true);
       }
     }
     if (PyDict_GET_SIZE(saved_.ptr()) == 0 && is_closed.of(recorder_).ptr() == Py_True) {
@@ -306,71 +238,6 @@ class Records final : public OpRecords {
   }
 
  private:
-  void enter_op(EvictionLedger& ledger, const py::object& heuristic, OpFields& op) {
-    c10::SmallVector<PyObject*, 8> storages;
-    std::vector<int64_t> read, made;
-    int64_t moved_bytes = 0;
-    for (const auto& input : op.reads) {
-      auto* storage = input.storage.ptr();
-      if (storage != Py_None && std::find(storages.begin(), storages.end(), storage) == storages.end()) {
-        storages.push_back(storage);
-        read.push_back(enter(ledger, storage, std::nullopt));
-        moved_bytes += storage_of(storage).size_bytes;
-      }
-    }
-    const bool is_kept = !op.draws.is_none() && keeps_random.of(heuristic).ptr() == Py_True;
-    int64_t place = 0;
-    for (const auto& [position, reference] : op.made) {
-      const std::pair<int64_t, int64_t> origin(op.number, place++);
-      const auto storage = steal(PyObject_CallNoArgs(reference.ptr()));
-      if (!storage.is_none()) {
-        made.push_back(enter(ledger, storage, origin));
-        moved_bytes += storage_of(storage).size_bytes;
-      }
-    }
-    if (is_kept) {
-      std::for_each(made.begin(), made.end(), [&](int64_t id) { ledger.pin(id); });
-    }
-    if (op.in_place) {
-      read.insert(read.end(), made.begin(), made.end());
-    }
-    op.ledger_id = number(ledger.add_op(read, made, ledger.estimate_s(to_double(op.seconds), moved_bytes)));
-  }
-
-  // Returns the ledger's id of a storage, and enters it if it is new: with its `origin`, if an op has made it.
-  int64_t enter(EvictionLedger& ledger, py::handle storage, std::optional<std::pair<int64_t, int64_t>> origin) {
-    if (has(storage_of(storage).ledger_id)) {
-      return to_int(storage_of(storage).ledger_id);
-    }
-    const auto id = ledger.add_storage(storage_of(storage).size_bytes, origin);
-    const auto id_object = number(id);
-    Py_XSETREF(storage_of(storage).ledger_id, Py_NewRef(id_object.ptr()));
-    const auto watch = ledger_watch_type_(storage, append.of(dropped_.of(memory_)));
-    ledger_watch_id_.set(watch, id_object);
-    check(PyDict_SetItem(by_id.of(memory_).ptr(), id_object.ptr(), watch.ptr()));
-    ledger.touch({id}, storage_of(storage).touched_s);
-    if (storage_of(storage).address == 0) {
-      ledger.note_evicted(id);
-    }
-    const bool is_held = has(storage_of(storage).base) || (storage_of(storage).saved > 0 && storage_of(storage).address != 0);
-    const bool is_barred = storage_of(storage).pinned || !is_held; // else `TrackedStorage.is_owned`
-    storage_of(storage).barred = is_barred;
-    if (is_barred) {
-      ledger.pin(id);
-    }
-    return id;
-  }
-
-  struct Unlocked {
-    const Records& records;
-    const py::object& lock;
-
-    ~Unlocked() {
-      const py::error_scope kept;
-      records.unlock.call(lock);
-    }
-  };
-
   // Numbers of storages in the order in which they were added, without duplicates.
   struct Numbers {
     c10::SmallVector<int64_t, 8> found;
@@ -419,7 +286,7 @@ class Records final : public OpRecords {
           copy_before_writes_.call(sources_, operator_, written);
           return;
         }
-        overwrites.add(memory_, 1);
+        ++memory_.overwrites;
       }
     }
   }
@@ -428,11 +295,11 @@ class Records final : public OpRecords {
   void write_pinned(const CalledOp& called, const py::list& written) {
     const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
     copy_before_writes(operator_, written);
-    const auto start = to_double(now.call(memory_));
+    const auto start_s = memory_.now();
     while (const auto error = execute(called)) {
-      recover(operator_, py::none(), written, error);
+      recover(operator_, std::nullopt, written, error);
     }
-    advance_clock(to_double(now.call(memory_)) - start);
+    advance_clock(memory_.now() - start_s);
     for (auto storage : written) {
       begin_version(storage);
     }
@@ -448,18 +315,21 @@ class Records final : public OpRecords {
 
   // Makes room after an error of an op, so that it can be executed again. Throws the error, as Python's, if that does not help: from
   // here, because frames of Python would be in its traceback, which would lead back to it.
-  void recover(py::handle operator_, const py::object& draws_before, const py::list& written, const std::exception_ptr& error) {
+  void recover(py::handle operator_, const std::optional<Draws>& draws, const py::list& written, const std::exception_ptr& error) {
     torch::translate_exception_to_python(error);
     const py::error_already_set raised;
-    if (recover_.call(recorder_, operator_, draws_before, written, raised.value()).ptr() != Py_True) {
+    if (recover_.call(recorder_, operator_, written, raised.value()).ptr() != Py_True) {
       throw raised;
+    }
+    if (draws.has_value()) {
+      const Locked locked(lock_of_draws_);
+      set_state(draws->generator, get_state(draws->before));
     }
   }
 
   void advance_clock(double seconds) {
-    const auto clock = steal(PyFloat_FromDouble(to_double(clock_s.of(memory_)) + seconds));
-    clock_s.set(memory_, clock);
-    read_s.set(memory_, clock);
+    memory_.clock_s += seconds;
+    memory_.read_s = memory_.clock_s;
   }
 
   py::object module_name() {
@@ -534,17 +404,11 @@ class Records final : public OpRecords {
 
   OpPattern new_pattern(const CalledOp& called) {
     const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
-    const auto end = called.key.begin() + kKernelSettings;
-    if (!settings_ || !std::equal(called.key.begin(), end, settings_key_.begin())) {
-      settings_key_.assign(called.key.begin(), end);
-      settings_ = get_kernel_settings_();
-    }
-    return {operator_, settings_, called.handle, {}, {}, at::GradMode::is_enabled()};
+    return {operator_, present_settings(), called.handle, {}, {}, at::GradMode::is_enabled()};
   }
 
   static OpFields new_fields(std::shared_ptr<const OpPattern> pattern) {
-    const py::object none = py::none();
-    return {std::move(pattern), none, none, none, steal(PyFloat_FromDouble(0)), none, {}, {}, {}, {}, 0, 0, false, false};
+    return {std::move(pattern), py::none(), py::none(), steal(PyFloat_FromDouble(0)), {}, {}, {}, {}, {}, {}, -1, 0, 0, false, false};
   }
 
   // Returns the facts about a new signature.
@@ -565,9 +429,8 @@ class Records final : public OpRecords {
         read_bytes += static_cast<int64_t>(tensor.nbytes());
       }
       if (const auto likely_bytes = to_int(estimate.call(costs_, operator_, known, number(read_bytes))); likely_bytes > 0) {
-        const auto with_op_bytes = to_int(live_bytes.of(memory_)) + to_int(known_.out_bytes.of(known)) + likely_bytes;
-        const auto within_budget = std::min(with_op_bytes, to_int(budget_bytes.of(memory_)));
-        peak_bytes.set(memory_, number(std::max(within_budget, to_int(peak_bytes.of(memory_)))));
+        const auto with_op_bytes = memory_.live_bytes + to_int(known_.out_bytes.of(known)) + likely_bytes;
+        memory_.peak_bytes = std::max(memory_.peak_bytes, std::min(with_op_bytes, memory_.budget_bytes));
       }
     }
     return known;
@@ -583,7 +446,7 @@ class Records final : public OpRecords {
     if (!sizes_bytes->empty()) {
       const auto device = find_device(called);
       for (const auto size_bytes : *sizes_bytes) {
-        total_bytes += to_int(count_bytes_on(size_bytes, device));
+        total_bytes += memory_.count_bytes(size_bytes, device);
       }
     }
     return total_bytes;
@@ -608,11 +471,6 @@ class Records final : public OpRecords {
       }
     }
     return device;
-  }
-
-  py::object count_bytes_on(int64_t held_bytes, c10::Device device) {
-    const auto held = number(held_bytes);
-    return times_each_ && device.is_cpu() ? held : count_bytes.call(sizes_, held, device_of(device));
   }
 
   // Returns the arguments of an op as PyTorch passes them to a dispatch mode: without those that are defaults.
@@ -665,9 +523,10 @@ class Records final : public OpRecords {
   // Returns the handle of a tensor. Leaves that have gradients or whose storage is never evicted are held themselves, and so are
   // parameters: as in plain eager PyTorch, a backward pass sees what was assigned to their ``.data`` meanwhile.
   py::object pack_recorded(PyObject* object, const std::shared_ptr<OpRecords>& self) {
-    settle_freed();
+    memory_.settle();
     if (PyDict_GET_SIZE(saved_.ptr()) == 0) { // autograd saves the inputs of the first op of a step before the op runs
       begin_saving.call(recorder_);
+      memory_.begin_step();
     }
     const auto& tensor = THPVariable_Unpack(object);
     const auto storage = find_or_add(tensor);
@@ -685,6 +544,7 @@ class Records final : public OpRecords {
     packs.add(sources_, 1);
     if (storage_of(storage).saved == 0) {
       check(PyDict_SetItem(saved_.ptr(), identity_of(storage).ptr(), storage.ptr()));
+      memory_.begin_holding(storage_of(storage));
     }
     const auto count = ++storage_of(storage).saved;
     saved.next = std::exchange(storage_of(storage).first, &saved);
@@ -692,11 +552,11 @@ class Records final : public OpRecords {
       saved.next->previous = &saved;
     }
     saved.records = self; // from now on it is released
-    if (!is_pinned && storage_of(storage).checked != to_int(overwrites.of(memory_))) {
+    if (!is_pinned && storage_of(storage).checked != memory_.overwrites) {
       pin_if_lost.call(sources_, storage);
     }
-    if (count == 1 && has(storage_of(storage).ledger_id)) {
-      allow.call(memory_, storage);
+    if (count == 1) {
+      memory_.allow(storage_of(storage));
     }
     return made;
   }
@@ -707,19 +567,15 @@ class Records final : public OpRecords {
     if (const auto log = log_.of(follower_); !log.is_none()) {
       log_unpack(log, number(number_of(storage, log, step_number.of(follower_))));
     }
-    touch_at(storage, to_double(read_s.of(memory_)));
+    memory_.touch(storage_of(storage), memory_.read_s);
     const auto& tensor = saved.leaf == nullptr ? saved.alias : THPVariable_Unpack(saved.leaf);
     if (const auto version = version_of(tensor); version != saved.version) {
       raise_overwritten.call(recorder_, steal(THPVariable_Wrap(tensor)), number(saved.version), number(version));
     }
     if (saved.leaf == nullptr && storage_of(storage).address == 0) {
-      restore_saved.call(recorder_, storage);
+      recomputation_.recompute(storage);
     }
     return steal(THPVariable_Wrap(make_alias(tensor)));
-  }
-
-  static bool has(py::handle value) {
-    return value.ptr() != nullptr && !value.is_none();
   }
 
   // Returns whether there was something to remove.
@@ -747,12 +603,12 @@ class Records final : public OpRecords {
   }
 
   // Logs that the program has released a storage, or autograd one that `only_saved` tensors held.
-  void log_release(py::handle storage, bool only_saved) {
+  void log_release(const TrackedStorage& storage, bool only_saved) {
     const auto log = log_.of(follower_);
-    if (log.is_none() || storage_of(storage).step != to_int(step_number.of(follower_))) {
+    if (log.is_none() || storage.step != to_int(step_number.of(follower_))) {
       return;
     }
-    const auto released = released_in_log.of(log), released_number = number(storage_of(storage).number);
+    const auto released = released_in_log.of(log), released_number = number(storage.number);
     const auto found = PyDict_Contains(released.ptr(), released_number.ptr());
     check(found);
     if (found == 0) {
@@ -760,6 +616,13 @@ class Records final : public OpRecords {
       if (only_saved) {
         check(PySet_Add(only_saved_in_log.of(log).ptr(), released_number.ptr()));
       }
+    }
+  }
+
+  void log_eviction(const TrackedStorage& storage) {
+    if (const auto log = log_.of(follower_); !log.is_none()) {
+      const bool is_known = storage.step == to_int(step_number.of(follower_));
+      check(PyList_Append(evicted_in_log.of(log).ptr(), number(is_known ? storage.number : -1).ptr()));
     }
   }
 
@@ -781,16 +644,14 @@ class Records final : public OpRecords {
     }
     op.module = module_name();
     const auto out_bytes = to_int(known_.out_bytes.of(known)), workspace_bytes = to_int(known_.workspace_bytes.of(known));
-    const auto with_op_bytes = to_int(live_bytes.of(memory_)) + out_bytes + workspace_bytes;
-    if (with_op_bytes > to_int(budget_bytes.of(memory_))) {
-      make_room_for.call(recorder_, known, object);
-    } else if (!is_estimated(known) && with_op_bytes > to_int(peak_bytes.of(memory_))) {
-      peak_bytes.set(memory_, number(with_op_bytes));
+    make_room(op, out_bytes, workspace_bytes);
+    if (is_between && memory_.live_bytes > to_int(between_peak_bytes.of(recorder_))) {
+      memory_.settle_all();
     }
-    const auto held_bytes = to_int(live_bytes.of(memory_));
+    const auto held_bytes = memory_.live_bytes;
     copy_before_writes(operator_, written);
     const auto taken_bytes = run(called, object, operator_, written);
-    settle_freed();
+    memory_.settle();
     const auto made_bytes = record_outputs(called, object, written, taken_bytes);
     if (called.facts.reads_to_host != 0) {
       host_reads.add(recorder_, 1);
@@ -799,12 +660,38 @@ class Records final : public OpRecords {
       log_op(log, op, operator_, written);
     }
     if (made_bytes != out_bytes) {
-      make_room.call(memory_, number(0), function.of(op.pattern->operator_));
+      memory_.make_room(0, function.of(op.pattern->operator_));
     }
     if (is_between) {
       const auto most_bytes = held_bytes + made_bytes + to_int(known_.workspace_bytes.of(known));
       if (most_bytes > to_int(between_peak_bytes.of(recorder_))) {
         between_peak_bytes.set(recorder_, number(most_bytes));
+      }
+    }
+  }
+
+  // Evicts until an op fits; for a guessed workspace only as far as possible.
+  void make_room(OpFields& op, int64_t out_bytes, int64_t workspace_bytes) {
+    const auto room_bytes = out_bytes + workspace_bytes;
+    if (memory_.live_bytes + room_bytes > std::min(memory_.peak_bytes, memory_.budget_bytes)) {
+      memory_.settle_all();
+    }
+    if (memory_.live_bytes + room_bytes <= memory_.budget_bytes) {
+      if (!is_estimated(op.known)) {
+        memory_.peak_bytes = std::max(memory_.peak_bytes, memory_.live_bytes + room_bytes);
+      }
+      return;
+    }
+    const bool is_guessed = known_.guessed.in(op.known) == Py_True;
+    if (!memory_.try_to_make_room(room_bytes, !is_guessed)) {
+      memory_.make_room(is_guessed ? out_bytes : room_bytes, function.of(op.pattern->operator_));
+    }
+    for (const auto& read : op.reads) { // some may be pinned only now, as their records are dropped
+      auto& storage = storage_of(read.storage);
+      auto held = storage.pinned && storage.watch != nullptr ? storage.watch->memory.lock() : nullptr;
+      const auto is_same = [&](const c10::Storage& kept) { return kept.unsafeGetStorageImpl() == held.get(); };
+      if (held && std::none_of(op.kept.begin(), op.kept.end(), is_same)) {
+        op.kept.emplace_back(std::move(held));
       }
     }
   }
@@ -817,66 +704,18 @@ class Records final : public OpRecords {
   void refer(const at::Tensor& tensor, OpFields& op) {
     auto storage = find_or_add(tensor);
     const auto version = storage_of(storage).last_read = storage_of(storage).version;
-    touch_at(storage, to_double(read_s.of(memory_)));
+    memory_.touch(storage_of(storage), memory_.read_s);
     if (storage_of(storage).pinned) {
       op.kept.push_back(tensor.storage());
-    } else if (storage_of(storage).checked != to_int(overwrites.of(memory_))) {
+    } else if (storage_of(storage).checked != memory_.overwrites) {
       op.recordable = !pin_if_lost.call(sources_, storage).cast<bool>() && op.recordable;
     }
     op.reads.push_back({std::move(storage), version, tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()});
   }
 
-  void touch_at(const py::object& storage, double now_s) {
-    storage_of(storage).touched_s = now_s;
-    if (const py::handle id = storage_of(storage).ledger_id; has(id)) {
-      if (const auto ledger = ledger_.of(memory_); !ledger.is_none()) {
-        find_ledger(ledger.ptr())->touch({to_int(id)}, now_s);
-      }
-    }
-  }
-
   py::object find_or_add(const at::Tensor& tensor) {
-    auto* found = PyDict_GetItemWithError(resident_.ptr(), address_of(tensor).ptr());
-    check(found == nullptr && PyErr_Occurred() != nullptr ? -1 : 0);
-    return found == nullptr ? add_of_memory.call(memory_, steal(THPVariable_Wrap(tensor))) : borrow(found);
-  }
-
-  static py::object address_of(const at::Tensor& tensor) {
-    return number(reinterpret_cast<int64_t>(tensor.storage().unsafeGetStorageImpl()));
-  }
-
-  void settle_freed() {
-    while (PyObject_Size(freed_.ptr()) > 0) {
-      const auto watch = pop_left.call(freed_);
-      live_bytes.add(memory_, -to_int(watch_size_.of(watch)));
-      if (const auto extra = to_int(watch_extra_.of(watch)); extra != 0) {
-        check(PySet_Discard(invisible_.ptr(), watch.ptr()));
-        extra_bytes.add(memory_, -extra);
-      }
-      const auto storage = steal(PyObject_CallNoArgs(watch_storage_.in(watch)));
-      if (storage.is_none() || storage_of(storage).watch != watch.ptr()) {
-        continue;
-      }
-      const auto address = number(storage_of(storage).address);
-      if (PyDict_GetItemWithError(resident_.ptr(), address.ptr()) == storage.ptr()) { // else a new storage has the address by now
-        check(PyDict_DelItem(resident_.ptr(), address.ptr()));
-      }
-      storage_of(storage).address = 0;
-      Py_CLEAR(storage_of(storage).watch);
-      if (storage_of(storage).saved == 0) {
-        log_release(storage, false);
-      }
-      if (has(storage_of(storage).ledger_id)) {
-        note_gone.call(memory_, storage);
-      }
-    }
-    for (const auto dropped = dropped_.of(memory_); PyObject_Size(dropped.ptr()) > 0;) {
-      const auto watch = pop_left.call(dropped), ledger = ledger_.of(memory_);
-      const auto id = borrow(ledger_watch_id_.in(watch));
-      if (!ledger.is_none() && remove(by_id.of(memory_), id)) {
-        find_ledger(ledger.ptr())->drop(to_int(id));
-      }
-    }
+    auto* found = memory_.find(tensor);
+    return found == nullptr ? memory_.add(tensor, py::none(), true) : borrow(found);
   }
 
   // Executes an op and times it, and returns the bytes that it has taken; -1 if that was not measured.
@@ -894,14 +733,18 @@ class Records final : public OpRecords {
         device = value.toDevice();
       }
     }
-    const auto state_of = [&] { return get_random_state_(generator, device_of(device)); };
+    const auto set_draws = [&] {
+      const auto from = generator.is_none() ? get_default_generator_(device_of(device)) : generator;
+      const auto drawn_from = THPGenerator_Unwrap(from.ptr());
+      const std::lock_guard<std::mutex> lock(drawn_from.unsafeGetGeneratorImpl()->mutex_);
+      op.draws.emplace(Draws{drawn_from, drawn_from.clone()});
+    };
     if (random.of(operator_).ptr() != Py_True) { // a custom operator, which may wait for another thread
-      op.draws = state_of();
+      set_draws();
       return run_timed(called, object, written);
     }
-    acquire.call(lock_of_draws_);
-    const Unlocked at_the_end{*this, lock_of_draws_};
-    op.draws = state_of();
+    const Locked locked(lock_of_draws_);
+    set_draws();
     return run_timed(called, object, written);
   }
 
@@ -910,11 +753,11 @@ class Records final : public OpRecords {
     const auto& known = op.known;
     if (known_.needs_block.in(known) == Py_True) {
       const auto size_bytes = to_int(known_.out_bytes.of(known)) + to_int(known_.workspace_bytes.of(known));
-      find_block.call(costs_, number(size_bytes), evict_after.of(memory_));
+      find_block.call(costs_, number(size_bytes), evict_after.of(recorder_));
     }
     const bool is_measured = !times_each_ && start.call(costs_, known).ptr() == Py_True;
     int64_t taken_bytes = -1;
-    const auto begun_s = to_double(now.call(memory_));
+    const auto begun_s = memory_.now();
     while (const auto error = times_each_ ? execute_here(called, known, taken_bytes) : execute(called)) {
       try {
         recover(op.pattern->operator_, op.draws, written, error);
@@ -925,7 +768,7 @@ class Records final : public OpRecords {
         throw;
       }
     }
-    auto seconds = to_double(now.call(memory_)) - begun_s;
+    auto seconds = memory_.now() - begun_s;
     const auto& shortest_s = known_.seconds;
     if (!times_each_) {
       check_memory.call(costs_, function.of(op.pattern->operator_));
@@ -941,7 +784,7 @@ class Records final : public OpRecords {
       shortest_s.set(known, steal(PyFloat_FromDouble(seconds)));
     }
     op.seconds = borrow(shortest_s.in(known));
-    step_ops.add(recomputation_, 1);
+    ++recomputation_.step_ops;
     return taken_bytes;
   }
 
@@ -984,19 +827,19 @@ class Records final : public OpRecords {
       }
       const auto& tensor = values[i].toTensor();
       const auto is_like = [&](const auto& found) { return found.second.storage().is_alias_of(tensor.storage()); };
-      if (PyDict_Contains(resident_.ptr(), address_of(tensor).ptr()) == 0 && std::none_of(new_tensors.begin(), new_tensors.end(), is_like)) {
+      if (memory_.find(tensor) == nullptr && std::none_of(new_tensors.begin(), new_tensors.end(), is_like)) {
         new_tensors.emplace_back(i, tensor);
       }
     }
     int64_t made_bytes = 0;
     if (!called.written.empty()) {
       for (auto storage : written) {
-        made_bytes += called.facts.rebinds + called.facts.resizes_out > 0 ? to_int(update_size.call(memory_, storage)) : 0;
+        made_bytes += called.facts.rebinds + called.facts.resizes_out > 0 ? memory_.update_size(storage_of(storage)) : 0;
       }
       note_writes(called, op, written, !new_tensors.empty());
     }
     for (const auto& [i, tensor] : new_tensors) {
-      const auto storage = add(tensor, op.recordable);
+      const auto storage = memory_.add(tensor, py::none(), true, !op.recordable);
       made_bytes += storage_of(storage).size_bytes;
       op.made.emplace_back(static_cast<int64_t>(i), steal(PyWeakref_NewRef(storage.ptr(), nullptr)));
       if (op.recordable) {
@@ -1070,36 +913,7 @@ class Records final : public OpRecords {
     ops.add(recorder_, 1);
     const auto log = log_.of(follower_);
     fields_of_op(object).number = log.is_none() ? to_int(ops.of(recorder_)) : PyList_GET_SIZE(ops.of(log).ptr());
-    check(PyList_Append(pending.of(memory_).ptr(), steal(PyWeakref_NewRef(object.ptr(), nullptr)).ptr()));
-  }
-
-  // Records that the storage of a new tensor is resident, as `Memory.add` does.
-  py::object add(const at::Tensor& tensor, bool recordable) {
-    const auto device = device_of(tensor.device());
-    const auto size_object = count_bytes_on(static_cast<int64_t>(tensor.storage().nbytes()), tensor.device());
-    const auto size = to_int(size_object);
-    auto storage = new_tracked_storage(size, device, !recordable);
-    storage_of(storage).touched_s = to_double(clock_s.of(memory_));
-    storage_of(storage).checked = to_int(overwrites.of(memory_));
-    const auto address = address_of(tensor);
-    storage_of(storage).address = to_int(address);
-    const auto held = steal(THPStorage_Wrap(tensor.storage()));
-    const auto watch = steal(PyObject_CallFunctionObjArgs(watch_type_.ptr(), held.ptr(), note_freed_.ptr(), nullptr));
-    watch_storage_.set(watch, steal(PyWeakref_NewRef(storage.ptr(), nullptr)));
-    watch_size_.set(watch, size_object);
-    watch_extra_.set(watch, number(0));
-    storage_of(storage).watch = Py_NewRef(watch.ptr());
-    const auto live = to_int(live_bytes.of(memory_)) + size;
-    live_bytes.set(memory_, number(live));
-    if (live > to_int(peak_bytes.of(memory_))) {
-      peak_bytes.set(memory_, number(live));
-    }
-    const auto eager = live + to_int(evicted_bytes.of(memory_)) - to_int(extra_bytes.of(memory_));
-    if (eager > to_int(eager_peak_bytes.of(memory_))) {
-      eager_peak_bytes.set(memory_, number(eager));
-    }
-    check(PyDict_SetItem(resident_.ptr(), address.ptr(), storage.ptr()));
-    return storage;
+    memory_.pending.push_back(steal(PyWeakref_NewRef(object.ptr(), nullptr)));
   }
 
   py::object device_of(c10::Device device) {
@@ -1179,33 +993,28 @@ class Records final : public OpRecords {
     return storage_of(storage).number;
   }
 
-  const Name acquire{"acquire"}, add_of_memory{"add"}, allow{"allow"}, append{"append"}, begin_saving{"begin_saving"}, begin_step_of{"begin_step"},
-      between_peak_bytes{"between_peak_bytes"}, bound_bytes{"bound_bytes"}, budget_bytes{"budget_bytes"}, by_id{"_by_id"},
-      chains{"chains"}, check_memory{"check_memory"}, check_plan{"check_plan"}, clock_s{"clock_s"},
-      copy_before_writes_{"copy_before_writes"}, count_bytes{"count_bytes"}, draws{"draws"}, dropped_{"_dropped"}, eager_peak_bytes{"eager_peak_bytes"}, end{"end"}, estimate{"estimate"},
-      evict_after{"evict_after"}, evicted_bytes{"evicted_bytes"}, extra_bytes{"extra_bytes"}, find_block{"find_block"}, find_made{"find_made"},
-      following{"_following"}, forget{"forget"}, function{"function"}, heuristic_{"heuristic"}, host_reads{"host_reads"}, is_closed{"is_closed"},
-      keeps_random{"keeps_random"}, kept_ops{"kept_ops"}, learn_sizes_of{"learn_sizes"}, ledger_{"ledger"}, live_bytes{"live_bytes"}, log_{"log"},
-      made_bytes_{"made_bytes"}, make_room{"make_room"}, make_room_for{"make_room"}, mark_not_evicted{"mark_not_evicted"},
-      module_number{"module"}, note{"note"}, note_gone{"note_gone"}, now{"now"}, only_saved_in_log{"only_saved"}, ops{"ops"},
-      overwrites{"overwrites"}, packs{"packs"}, peak_bytes{"peak_bytes"}, pending{"pending"}, pin{"pin"},
-      pin_if_lost{"pin_if_lost"}, pop_left{"popleft"}, raise_overwritten{"raise_overwritten"}, random{"random"}, read_s{"read_s"},
-      recorded{"recorded"}, recover_{"recover"}, released_in_log{"released"}, repeatable{"repeatable"}, restore_saved{"restore_saved"},
-      sizes_bytes{"sizes_bytes"}, start{"start"}, step_number{"number"}, step_ops{"step_ops"}, stop{"stop"},
-      storages{"_storages"}, structures{"structures"}, unlock{"release"}, unpacked_in_log{"unpacked"}, update_size{"update_size"};
+  const Name begin_saving{"begin_saving"}, begin_step_of{"begin_step"}, between_peak_bytes{"between_peak_bytes"},
+      bound_bytes{"bound_bytes"}, chains{"chains"}, check_memory{"check_memory"}, check_plan{"check_plan"},
+      copy_before_writes_{"copy_before_writes"}, draws{"draws"}, end{"end"}, estimate{"estimate"},
+      evict_after{"evict_after"}, evicted_in_log{"evicted"}, find_block{"find_block"}, find_made{"find_made"},
+      following{"_following"}, forget{"forget"}, function{"function"}, host_reads{"host_reads"}, is_closed{"is_closed"},
+      kept_ops{"kept_ops"}, learn_sizes_of{"learn_sizes"}, log_{"log"}, made_bytes_{"made_bytes"},
+      module_number{"module"}, note{"note"}, only_saved_in_log{"only_saved"}, ops{"ops"}, packs{"packs"},
+      pin_if_lost{"pin_if_lost"}, pin{"pin"}, raise_overwritten{"raise_overwritten"}, random{"random"},
+      recorded{"recorded"}, recover_{"recover"}, released_in_log{"released"}, repeatable{"repeatable"},
+      sizes_bytes{"sizes_bytes"}, start{"start"}, step_number{"number"}, stop{"stop"}, storages{"_storages"},
+      structures{"structures"}, unpacked_in_log{"unpacked"};
 
-  const py::object recorder_, watch_type_, logged_type_;
+  const py::object recorder_, logged_type_;
   const KnownClass known_;
-  const py::object invisible_;
-  const Slot watch_extra_, watch_size_, watch_storage_;
-  const py::object lock_, memory_, follower_, plans_, recomputation_, costs_, sources_, saved_, names_, noted_, sizes_, resident_, freed_, note_freed_;
+  const py::object lock_;
+  Memory& memory_;
+  const py::object follower_, plans_;
+  Recomputation& recomputation_;
+  const py::object costs_, sources_, saved_, names_, noted_, sizes_;
   const Py_ssize_t longest_chain_;
-  const py::object lock_of_draws_, get_random_state_, ledger_watch_type_;
-  const Slot ledger_watch_id_;
+  const py::object lock_of_draws_, get_default_generator_;
   const int64_t few_ops_, measurements_;
-  const py::object get_kernel_settings_;
-  Key settings_key_; // of the settings that were asked for last
-  py::object settings_;
   const c10::Device budget_device_;
   const bool times_each_; // ops are done when they return
   std::vector<std::pair<c10::Device, py::object>> devices_;

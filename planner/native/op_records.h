@@ -12,6 +12,7 @@
 #include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
 
+#include <array>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -19,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-// Returns a detached alias of a tensor that shares its version counter, as `make_alias` of planner.train.eager.storages does.
+// Returns a detached alias of a tensor that shares its version counter.
 inline at::Tensor make_alias(const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), true));
@@ -63,7 +64,10 @@ struct OperatorFacts {
 
 // What the record of an op depends on, but for its tensors.
 using Key = std::vector<int64_t>;
-constexpr size_t kKernelSettings = 5; // a key begins with them
+
+// The settings that kernels read, with which a key begins: default dtype, oneDNN, cuDNN, its benchmarks, its deterministic algorithms.
+using KernelSettings = std::array<int64_t, 5>;
+KernelSettings present_settings();
 
 // A call of an operator.
 struct CalledOp {
@@ -103,12 +107,6 @@ class OpRecords {
 
   // Forgets a saved tensor that autograd drops.
   virtual void release(SavedTensor& saved) = 0;
-
-  // Enters recorded ops into the ledger.
-  virtual void enter_ops(PyObject* pending) = 0;
-
-  // Records the storages that were freed since the last call.
-  virtual void settle() = 0;
 };
 
 // The handle that autograd holds in place of a saved tensor, so that its storage can be evicted.
@@ -133,10 +131,13 @@ class EvictionLedger {
   virtual int64_t add_op(const std::vector<int64_t>& inputs, const std::vector<int64_t>& outputs, double seconds) = 0;
   virtual double estimate_s(double seconds, int64_t moved_bytes) const = 0; // `Heuristic.estimate_s`
   virtual void touch(const std::vector<int64_t>& ids, double now_s) = 0;
+  virtual void note_recomputed(int64_t op) = 0;
   virtual void note_evicted(int64_t id) = 0;
+  virtual void note_computed(int64_t id) = 0;
   virtual void pin(int64_t id) = 0;
   virtual void unpin(int64_t id) = 0;
   virtual void drop(int64_t id) = 0;
+  virtual std::optional<int64_t> choose_victim(double now_s) = 0;
 };
 
 // Returns the ledger of ledger.cpp that an object is; null if it is another one.

@@ -64,4 +64,73 @@ inline py::object new_tuple(py::handle type, std::array<py::object, N> values) {
   return made;
 }
 
+// The name of an attribute, which is read and written in place where the class of an object has it in its __slots__.
+class [[gnu::visibility("hidden")]] Name {
+ public:
+  explicit Name(const char* name) : name_(steal(PyUnicode_InternFromString(name))) {}
+
+  py::object of(py::handle object) const {
+    if (PyObject* value = has_slot(object) ? at(object) : nullptr; value != nullptr) {
+      return borrow(value);
+    }
+    return steal(PyObject_GetAttr(object.ptr(), name_.ptr()));
+  }
+
+  void set(py::handle object, const py::object& value) const {
+    if (has_slot(object)) {
+      Py_XSETREF(at(object), Py_NewRef(value.ptr()));
+    } else {
+      check(PyObject_SetAttr(object.ptr(), name_.ptr(), value.ptr()));
+    }
+  }
+
+  void add(py::handle object, int64_t value) const {
+    set(object, number(to_int(of(object)) + value));
+  }
+
+  template <typename... Arguments>
+  py::object call(py::handle object, const Arguments&... arguments) const {
+    return steal(PyObject_CallMethodObjArgs(object.ptr(), name_.ptr(), arguments.ptr()..., nullptr));
+  }
+
+ private:
+  PyObject*& at(py::handle object) const {
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object.ptr()) + offset_);
+  }
+
+  bool has_slot(py::handle object) const {
+    if (Py_TYPE(object.ptr()) != type_) {
+      type_ = Py_TYPE(object.ptr());
+      const auto found = steal(PyObject_Type(object.ptr())).attr("__dict__").attr("get")(name_);
+      const bool is_slot = Py_IS_TYPE(found.ptr(), &PyMemberDescr_Type);
+      offset_ = is_slot ? reinterpret_cast<PyMemberDescrObject*>(found.ptr())->d_member->offset : 0;
+    }
+    return offset_ != 0;
+  }
+
+  py::object name_;
+  mutable PyTypeObject* type_ = nullptr; // of the last object, and where it has the attribute: 0 if it is no slot
+  mutable Py_ssize_t offset_ = 0;
+};
+
+// Holds a lock of Python's.
+class [[gnu::visibility("hidden")]] Locked {
+ public:
+  explicit Locked(const py::object& lock) : lock_(lock) {
+    static const auto& acquire = *new Name("acquire");
+    acquire.call(lock_);
+  }
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+
+  ~Locked() {
+    static const auto& release = *new Name("release");
+    const py::error_scope kept;
+    release.call(lock_);
+  }
+
+ private:
+  const py::object& lock_;
+};
+
 } // namespace python_objects

@@ -2,14 +2,16 @@
 
 #include "recorded_op.h"
 
+#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/core/stack.h>
+#include <c10/core/DefaultDtype.h>
 #include <c10/util/accumulate.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <mutex>
 #include <new>
 
 namespace {
@@ -83,47 +85,6 @@ at::Tensor view_of(const at::Tensor& source, const Argument& input, const Read& 
   return view;
 }
 
-// Executes an op again, on the tensors in a list, which have the storages of its inputs; returns the list of its outputs.
-PyObject* execute_again(PyObject* self, PyObject* sources) {
-  HANDLE_TH_ERRORS
-  const auto& op = fields_of(self);
-  const auto& pattern = *op.pattern;
-  torch::jit::Stack stack(pattern.arguments);
-  for (size_t i = 0; i < op.reads.size(); ++i) {
-    const auto& input = pattern.inputs[i];
-    auto tensor = view_of(THPVariable_Unpack(PyList_GET_ITEM(sources, static_cast<Py_ssize_t>(i))), input, op.reads[i]);
-    auto& argument = stack[input.place];
-    if (!input.item.has_value()) {
-      argument = std::move(tensor);
-      continue;
-    }
-    if (argument.is(pattern.arguments[input.place])) {
-      argument = argument.toList().copy();
-    }
-    argument.toList().set(*input.item, std::move(tensor));
-  }
-  {
-    const py::gil_scoped_release unlocked;
-    const at::AutoGradMode mode(pattern.grad_enabled);
-    pattern.handle.callBoxed(stack);
-  }
-  const bool is_list = stack.size() == 1 && stack[0].isTensorList();
-  py::list outputs;
-  for (const c10::IValue& value : is_list ? stack[0].toListRef() : c10::ArrayRef<c10::IValue>(stack)) {
-    outputs.append(torch::jit::toPyObject(value));
-  }
-  return outputs.release().ptr();
-  END_HANDLE_TH_ERRORS
-}
-
-py::object list_outputs(const OpFields& fields) {
-  py::list made;
-  for (const auto& [position, storage] : fields.made) {
-    made.append(py::make_tuple(position, storage));
-  }
-  return made;
-}
-
 py::object list_kept(const OpFields& fields) {
   py::tuple made(fields.kept.size());
   for (size_t i = 0; i < fields.kept.size(); ++i) {
@@ -148,19 +109,8 @@ PyObject* get_object(PyObject* self, void*) {
   return Py_NewRef((fields_of(self).*field).ptr());
 }
 
-template <int64_t OpFields::* field>
-PyObject* get_number(PyObject* self, void*) {
-  return PyLong_FromLongLong(fields_of(self).*field);
-}
-
-template <bool OpFields::* field>
-PyObject* get_flag(PyObject* self, void*) {
-  return PyBool_FromLong(fields_of(self).*field);
-}
-
-template <py::object OpPattern::* field>
-PyObject* get_of_pattern(PyObject* self, void*) {
-  return Py_NewRef(((*fields_of(self).pattern).*field).ptr());
+PyObject* get_operator(PyObject* self, void*) {
+  return Py_NewRef(fields_of(self).pattern->operator_.ptr());
 }
 
 int set_kept(PyObject* self, PyObject* value, void*) {
@@ -179,19 +129,12 @@ PyObject* get_made(PyObject* self, void*) {
 
 PyGetSetDef* attributes() {
   static PyGetSetDef found[] = {
-      {"operator", &get_of_pattern<&OpPattern::operator_>, nullptr, nullptr, nullptr},
-      {"settings", &get_of_pattern<&OpPattern::settings>, nullptr, nullptr, nullptr},
+      {"operator", &get_operator, nullptr, nullptr, nullptr},
       {"inputs", &get_made<list_references>, nullptr, nullptr, nullptr},
       {"read_bytes", &get_made<count_read_bytes>, nullptr, nullptr, nullptr},
       {"kept", &get_made<list_kept>, &set_kept, nullptr, nullptr},
       {"known", &get_object<&OpFields::known>, nullptr, nullptr, nullptr},
-      {"outputs", &get_made<list_outputs>, nullptr, nullptr, nullptr},
-      {"in_place", &get_flag<&OpFields::in_place>, nullptr, nullptr, nullptr},
-      {"room_bytes", &get_number<&OpFields::room_bytes>, nullptr, nullptr, nullptr},
       {"seconds", &get_object<&OpFields::seconds>, nullptr, nullptr, nullptr},
-      {"draws", &get_object<&OpFields::draws>, nullptr, nullptr, nullptr},
-      {"ledger_id", &get_object<&OpFields::ledger_id>, nullptr, nullptr, nullptr},
-      {"module", &get_object<&OpFields::module>, nullptr, nullptr, nullptr},
       {}};
   return found;
 }
@@ -199,11 +142,9 @@ PyGetSetDef* attributes() {
 PyTypeObject* op_type() {
   static PyMemberDef members[] = {
       {"__weaklistoffset__", T_PYSSIZET, sizeof(PyObject), READONLY, nullptr}, {}};
-  static PyMethodDef methods[] = {{"execute", &execute_again, METH_O, nullptr}, {}};
   static PyType_Slot slots[] = {
       {Py_tp_dealloc, reinterpret_cast<void*>(&drop_op)}, {Py_tp_traverse, reinterpret_cast<void*>(&visit_fields)},
-      {Py_tp_clear, reinterpret_cast<void*>(&clear_fields)}, {Py_tp_getset, attributes()}, {Py_tp_members, members},
-      {Py_tp_methods, methods}, {0, nullptr}};
+      {Py_tp_clear, reinterpret_cast<void*>(&clear_fields)}, {Py_tp_getset, attributes()}, {Py_tp_members, members}, {0, nullptr}};
   static PyType_Spec spec = {"planner.native.RecordedOp", sizeof(OpObject), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
   static auto* type = reinterpret_cast<PyTypeObject*>(steal(PyType_FromSpec(&spec)).release().ptr());
@@ -217,6 +158,56 @@ py::object copy_recorded_op(const OpFields& fields) {
   auto made = steal(type->tp_alloc(type, 0));
   new (&fields_of(made.ptr())) OpFields(fields);
   return made;
+}
+
+torch::jit::Stack execute_again(const OpFields& op, c10::ArrayRef<at::Tensor> sources) {
+  const auto& pattern = *op.pattern;
+  torch::jit::Stack stack(pattern.arguments);
+  for (size_t i = 0; i < op.reads.size(); ++i) {
+    const auto& input = pattern.inputs[i];
+    auto tensor = view_of(sources[i], input, op.reads[i]);
+    auto& argument = stack[input.place];
+    if (!input.item.has_value()) {
+      argument = std::move(tensor);
+      continue;
+    }
+    if (argument.is(pattern.arguments[input.place])) {
+      argument = argument.toList().copy();
+    }
+    argument.toList().set(*input.item, std::move(tensor));
+  }
+  const py::gil_scoped_release unlocked;
+  const at::AutoGradMode mode(pattern.grad_enabled);
+  pattern.handle.callBoxed(stack);
+  return stack;
+}
+
+KernelSettings present_settings() {
+  const auto& context = at::globalContext();
+  return {static_cast<int64_t>(c10::get_default_dtype_as_scalartype()), context.userEnabledMkldnn(), context.userEnabledCuDNN(),
+          context.benchmarkCuDNN(), context.deterministicCuDNN()};
+}
+
+at::Tensor get_state(const at::Generator& generator) {
+  const std::lock_guard<std::mutex> lock(generator.unsafeGetGeneratorImpl()->mutex_);
+  return generator.get_state();
+}
+
+void set_state(at::Generator generator, const at::Tensor& state) {
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_state(state);
+}
+
+void set_settings(const KernelSettings& settings) {
+  if (settings == present_settings()) {
+    return;
+  }
+  auto& context = at::globalContext();
+  c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<c10::ScalarType>(settings[0])));
+  context.setUserEnabledMkldnn(settings[1] != 0);
+  context.setUserEnabledCuDNN(settings[2] != 0);
+  context.setBenchmarkCuDNN(settings[3] != 0);
+  context.setDeterministicCuDNN(settings[4] != 0);
 }
 
 OpFields& fields_of_op(py::handle record) {

@@ -1,13 +1,17 @@
-// A record of an op with the attributes of planner.train.eager.storages.RecordedOp, of which the lists are made when Python reads
-// them. Records were copies of such objects: a list, a named tuple for each input, weak references and numbers, a quarter of the time
+// A record of an op: everything that is needed to execute it again. Python reads a few attributes, of which the lists are made
+// then: `RecordedOp` of planner.train.eager.storages. Records were copies of such objects: a list, a named tuple for each input, weak references and numbers, a quarter of the time
 // that recording took.
 
 #pragma once
 
+#include "op_records.h"
 #include "python_objects.h"
 
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
 #include <c10/core/Storage.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Export.h>
@@ -21,6 +25,8 @@ namespace torch::jit { // of pybind_utils.h, which takes ten seconds to compile
 TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue value);
 } // namespace torch::jit
 
+void set_settings(const KernelSettings& settings);
+
 // A tensor that is an argument of an op, without what differs between ops of a signature.
 struct Argument {
   std::vector<int64_t> sizes, strides;
@@ -31,7 +37,8 @@ struct Argument {
 
 // What the records of a signature share.
 struct [[gnu::visibility("hidden")]] OpPattern {
-  pybind11::object operator_, settings; // Python's `Operator`, and what `get_kernel_settings` returned
+  pybind11::object operator_; // Python's `Operator`
+  KernelSettings settings; // with which it ran
   c10::OperatorHandle handle; // to be called again: the operator, or one that computes the same outputs without side effects
   std::vector<c10::IValue> arguments; // without tensors
   std::vector<Argument> inputs;
@@ -45,19 +52,32 @@ struct [[gnu::visibility("hidden")]] Read {
   bool conjugated, negated;
 };
 
+// The generator that an op draws from, and a copy with its state before the op.
+struct Draws {
+  at::Generator generator, before;
+};
+
+at::Tensor get_state(const at::Generator& generator);
+void set_state(at::Generator generator, const at::Tensor& state);
+
 // What is not the pattern's. No `Read` is changed when Python may have seen it.
 struct [[gnu::visibility("hidden")]] OpFields {
   std::shared_ptr<const OpPattern> pattern;
-  pybind11::object known, draws, module, seconds, ledger_id;
+  pybind11::object known, module, seconds;
+  std::optional<Draws> draws;
+  std::shared_ptr<struct LedgerIds> ids; // of the ledger that it was entered into, with `ledger_id`; null before
   pybind11::object references; // the list of inputs, once Python has asked for it
   c10::SmallVector<Read, 3> reads;
   c10::SmallVector<c10::Storage, 2> kept;
   c10::SmallVector<std::pair<int64_t, pybind11::object>, 1> made; // positions of outputs, and weak references to their storages
-  int64_t number, room_bytes;
+  int64_t ledger_id, number, room_bytes; // `room_bytes`: of its outputs and its workspace
   bool recordable, in_place;
 };
 
 // Returns a new record, with the fields of another one, or with those of a pattern that has no storages.
 pybind11::object copy_recorded_op(const OpFields& fields);
+
+// Executes an op again, on tensors that have the storages of its inputs; the stack has its outputs.
+torch::jit::Stack execute_again(const OpFields& op, c10::ArrayRef<at::Tensor> sources);
 
 OpFields& fields_of_op(pybind11::handle record);

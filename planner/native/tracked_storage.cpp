@@ -5,7 +5,9 @@
 #include "op_records.h"
 
 #include <c10/core/Storage.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace {
@@ -13,11 +15,8 @@ namespace {
 namespace py = pybind11;
 using namespace python_objects;
 
-PyTypeObject* storage_type = nullptr; // never freed
-
 // What may lead back to a storage.
-constexpr PyObject* TrackedStorage::* kTraversed[] = {
-    &TrackedStorage::base, &TrackedStorage::snapshots, &TrackedStorage::chain};
+constexpr PyObject* TrackedStorage::* kTraversed[] = {&TrackedStorage::snapshots, &TrackedStorage::chain};
 
 int visit_fields(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
@@ -39,24 +38,20 @@ void drop_storage(PyObject* self) {
   Py_TRASHCAN_BEGIN(self, drop_storage)
   PyObject_ClearWeakRefs(self);
   clear_fields(self);
-  Py_CLEAR(storage_of(self).device);
-  Py_CLEAR(storage_of(self).watch);
-  Py_CLEAR(storage_of(self).ledger_id);
+  auto& storage = storage_of(self);
+  if (storage.watch != nullptr) {
+    storage.watch->storage = nullptr;
+  }
+  if (storage.ids) {
+    storage.ids->storages[static_cast<size_t>(storage.ledger_id)] = nullptr;
+    storage.ids->dropped.push_back(storage.ledger_id);
+  }
+  std::destroy_at(&storage.ids);
+  std::destroy_at(&storage.base);
   auto* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
   Py_TRASHCAN_END
-}
-
-PyObject* create_storage(PyTypeObject*, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"size_bytes", "device", "pinned", nullptr};
-  long long size_bytes = 0;
-  PyObject* device = nullptr;
-  int pinned = 0;
-  if (PyArg_ParseTupleAndKeywords(args, kwargs, "LO|$p", const_cast<char**>(names), &size_bytes, &device, &pinned) == 0) {
-    return nullptr;
-  }
-  return new_tracked_storage(size_bytes, device, pinned != 0).release().ptr();
 }
 
 PyObject* get_chain(PyObject* self, void*) {
@@ -68,14 +63,27 @@ int set_chain(PyObject* self, PyObject* value, void*) {
   return 0;
 }
 
-PyObject* move_aliases(PyObject* self, PyObject* tensor) {
+PyObject* is_recomputable(PyObject* self, PyObject* version) {
   HANDLE_TH_ERRORS
-  for (auto* saved = storage_of(self).first; saved != nullptr; saved = saved->next) {
-    const auto device = saved->alias.device();
-    auto none = [&] { return c10::Storage(c10::Storage::use_byte_size_t(), 0, at::DataPtr(nullptr, device), nullptr, false); };
-    saved->alias.unsafeGetTensorImpl()->set_storage_keep_dtype(tensor == Py_None ? none() : THPVariable_Unpack(tensor).storage());
-  }
-  Py_RETURN_NONE;
+  return PyBool_FromLong(to_int(version) < PyList_GET_SIZE(chain_of(self)));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* is_owned(PyObject* self, PyObject*) {
+  return PyBool_FromLong(storage_of(self).is_owned());
+}
+
+PyObject* has_copy(PyObject* self, PyObject* version) {
+  HANDLE_TH_ERRORS
+  return PyBool_FromLong(find_snapshot(storage_of(self), to_int(version)).defined());
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* get_storage(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  const auto* watch = storage_of(self).watch;
+  auto held = watch == nullptr ? nullptr : watch->memory.lock();
+  return held ? THPStorage_Wrap(c10::Storage(std::move(held))) : Py_NewRef(Py_None);
   END_HANDLE_TH_ERRORS
 }
 
@@ -86,18 +94,58 @@ PyObject* find_alias(PyObject* self, PyObject*) {
 
 template <typename Field>
 PyMemberDef describe(const char* name, int kind, Field TrackedStorage::* field) {
-  const TrackedStorage example{};
-  const auto offset = reinterpret_cast<const char*>(&(example.*field)) - reinterpret_cast<const char*>(&example);
-  return {name, kind, offset, 0, nullptr};
+  alignas(TrackedStorage) static const char example[sizeof(TrackedStorage)] = {};
+  const auto& storage = *reinterpret_cast<const TrackedStorage*>(example);
+  return {name, kind, reinterpret_cast<const char*>(&(storage.*field)) - example, 0, nullptr};
 }
 
 } // namespace
 
-py::object new_tracked_storage(int64_t size_bytes, py::handle device, bool pinned) {
-  auto made = steal(storage_type->tp_alloc(storage_type, 0));
+void TrackedStorage::move_aliases(const at::Tensor& tensor) {
+  for (auto* saved = first; saved != nullptr; saved = saved->next) {
+    const auto device = saved->alias.device();
+    auto none = [&] { return c10::Storage(c10::Storage::use_byte_size_t(), 0, at::DataPtr(nullptr, device), nullptr, false); };
+    saved->alias.unsafeGetTensorImpl()->set_storage_keep_dtype(tensor.defined() ? tensor.storage() : none());
+  }
+}
+
+PyTypeObject* tracked_storage_type() {
+  static PyMemberDef members[] = {
+      {"__weaklistoffset__", T_PYSSIZET, sizeof(PyObject), READONLY, nullptr},
+      describe("size_bytes", T_LONGLONG, &TrackedStorage::size_bytes),
+      describe("version", T_LONGLONG, &TrackedStorage::version),
+      describe("address", T_LONGLONG, &TrackedStorage::address),
+      describe("saved", T_LONGLONG, &TrackedStorage::saved),
+      describe("last_read", T_LONGLONG, &TrackedStorage::last_read),
+      describe("checked", T_LONGLONG, &TrackedStorage::checked),
+      describe("number", T_LONGLONG, &TrackedStorage::number),
+      describe("pinned", T_BOOL, &TrackedStorage::pinned),
+      describe("snapshots", T_OBJECT, &TrackedStorage::snapshots),
+      {}};
+  static PyGetSetDef made[] = {{"chain", &get_chain, &set_chain, nullptr, nullptr}, {}};
+  static PyMethodDef functions[] = {
+      {"is_recomputable", &is_recomputable, METH_O, nullptr}, {"has_copy", &has_copy, METH_O, nullptr},
+      {"is_owned", &is_owned, METH_NOARGS, nullptr}, {"get_storage", &get_storage, METH_NOARGS, nullptr}, {"find_alias", &find_alias, METH_NOARGS, nullptr}, {}};
+  static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&drop_storage)},
+                                {Py_tp_traverse, reinterpret_cast<void*>(&visit_fields)},
+                                {Py_tp_clear, reinterpret_cast<void*>(&clear_fields)},
+                                {Py_tp_getset, made},
+                                {Py_tp_members, members},
+                                {Py_tp_methods, functions},
+                                {0, nullptr}};
+  static PyType_Spec spec = {"planner.native.TrackedStorage", sizeof(TrackedStorage), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  static auto* type = reinterpret_cast<PyTypeObject*>(steal(PyType_FromSpec(&spec)).release().ptr());
+  return type;
+}
+
+py::object new_tracked_storage(int64_t size_bytes, bool pinned) {
+  auto* type = tracked_storage_type();
+  auto made = steal(type->tp_alloc(type, 0));
   auto& storage = storage_of(made);
+  std::construct_at(&storage.ids);
+  std::construct_at(&storage.base);
   storage.size_bytes = size_bytes;
-  storage.device = Py_NewRef(device.ptr());
   storage.pinned = pinned;
   storage.last_read = -1;
   return made;
@@ -108,46 +156,11 @@ PyObject* chain_of(py::handle storage) {
   return chain != nullptr ? chain : chain = PyList_New(0);
 }
 
-extern "C" {
-
-// Returns the type of storages, with the methods of a Python class.
-PyObject* eager_storage_type(PyObject* methods) {
-  static PyMemberDef members[] = {
-      {"__weaklistoffset__", T_PYSSIZET, sizeof(PyObject), READONLY, nullptr},
-      describe("size_bytes", T_LONGLONG, &TrackedStorage::size_bytes),
-      describe("version", T_LONGLONG, &TrackedStorage::version),
-      describe("address", T_LONGLONG, &TrackedStorage::address),
-      describe("saved", T_LONGLONG, &TrackedStorage::saved),
-      describe("last_read", T_LONGLONG, &TrackedStorage::last_read),
-      describe("checked", T_LONGLONG, &TrackedStorage::checked),
-      describe("step", T_LONGLONG, &TrackedStorage::step),
-      describe("number", T_LONGLONG, &TrackedStorage::number),
-      describe("touched_s", T_DOUBLE, &TrackedStorage::touched_s),
-      describe("pinned", T_BOOL, &TrackedStorage::pinned),
-      describe("barred", T_BOOL, &TrackedStorage::barred),
-      describe("evicted", T_BOOL, &TrackedStorage::evicted),
-      describe("device", T_OBJECT, &TrackedStorage::device),
-      describe("watch", T_OBJECT, &TrackedStorage::watch),
-      describe("base", T_OBJECT, &TrackedStorage::base),
-      describe("snapshots", T_OBJECT, &TrackedStorage::snapshots),
-      describe("ledger_id", T_OBJECT, &TrackedStorage::ledger_id),
-      {}};
-  static PyGetSetDef made[] = {{"chain", &get_chain, &set_chain, nullptr, nullptr}, {}};
-  static PyMethodDef functions[] = {
-      {"move_aliases", &move_aliases, METH_O, nullptr}, {"find_alias", &find_alias, METH_NOARGS, nullptr}, {}};
-  static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&drop_storage)},
-                                {Py_tp_traverse, reinterpret_cast<void*>(&visit_fields)},
-                                {Py_tp_clear, reinterpret_cast<void*>(&clear_fields)},
-                                {Py_tp_new, reinterpret_cast<void*>(&create_storage)},
-                                {Py_tp_getset, made},
-                                {Py_tp_members, members},
-                                {Py_tp_methods, functions},
-                                {0, nullptr}};
-  static PyType_Spec spec = {"planner.native.TrackedStorage", sizeof(TrackedStorage), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
-  if (storage_type == nullptr) {
-    storage_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpecWithBases(&spec, methods));
+at::Tensor find_snapshot(const TrackedStorage& storage, int64_t version) {
+  if (storage.snapshots == nullptr || storage.snapshots == Py_None) {
+    return {};
   }
-  return Py_XNewRef(reinterpret_cast<PyObject*>(storage_type));
+  auto* found = PyDict_GetItemWithError(storage.snapshots, number(version).ptr());
+  check(found == nullptr && PyErr_Occurred() != nullptr ? -1 : 0);
+  return found == nullptr ? at::Tensor() : THPVariable_Unpack(found);
 }
-
-} // extern "C"

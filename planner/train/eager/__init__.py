@@ -30,10 +30,12 @@ them (``native_recording``), far below the budget as near it. Before, ops far be
 recorder when memory ran out, and without a compiler all ops went to a dispatch mode: three ways to record the same ops. The first
 ops of each signature are measured (``device_costs``).
 
+What is in memory, what is evicted and how it is recomputed is the library's too (``storages`` has what Python sees of it), with
+the ledger, as ``solvers.online`` defines it: an op that evicts or recomputes calls Python only for the plan of its step.
+
 ``recording`` has what the library asks of Python, and ``sources`` what saved tensors are computed from. ``modules`` knows which
-module is running, ``draws`` what random ops draw, ``garbage`` how often garbage is collected. ``sizes`` knows what ops will
-allocate, beside the C++ library's rules for common ones; ``memory`` makes room and asks the ledger for the victim
-(``planner.native.ledger``, as ``solvers.online`` defines it); ``recompute`` executes chains again; ``session`` has the public
-API. ``step_follower`` logs each step; ``step_log`` turns it into a graph; ``step_plans`` has repeated steps solved, and returns
-what their plans evict. ``enough_budget`` finds a budget that is large enough for a recorded step.
+module is running, ``garbage`` how often garbage is collected, and ``sizes`` what ops will allocate, beside the library's rules
+for common ones; ``session`` has the public API. ``step_follower`` logs each step; ``step_log`` turns it into a graph;
+``step_plans`` has repeated steps solved, and returns what their plans evict. ``enough_budget`` finds a budget that is large
+enough for a recorded step.
 """

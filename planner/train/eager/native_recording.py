@@ -10,17 +10,14 @@ from typing import Any
 import torch
 
 from graphs.errors import PlannerError
-from planner.capture.program.draws import LOCK
+from planner.capture.program.draws import LOCK, get_default_generator
 from planner.native.library import Library, is_being_compiled, wait_for_library
 from planner.progress import Stage, Stages, list_views
-from planner.torch_private.core import get_kernel_settings
 from planner.train.eager.device_costs import MEASUREMENTS
-from planner.train.eager.draws import get_random_state
 from planner.train.eager.recording import FEW_OPS, LONGEST_CHAIN, Recorder
 from planner.train.eager.shared_context import SharedContext
 from planner.train.eager.sizes import KnownOp, may_take_workspace
 from planner.train.eager.step_log import LoggedOp
-from planner.train.eager.storages import LedgerWatch, StorageWatch, TrackedStorage
 
 _Hooks = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]  # pack and unpack saved tensors
 _Describe = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64))
@@ -51,11 +48,9 @@ class NativeRecording:
         self._describe = _Describe(partial(_fill_facts, recorder))  # kept alive as long as the library may call it
         self._handle = library.eager_new(self._describe)
         weakref.finalize(self, library.eager_drop, self._handle)
-        parts = StorageWatch, LoggedOp, KnownOp, LONGEST_CHAIN, LOCK, get_random_state, LedgerWatch, FEW_OPS, MEASUREMENTS
+        parts = LoggedOp, KnownOp, LONGEST_CHAIN, LOCK, get_default_generator, FEW_OPS, MEASUREMENTS
         record_with = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, ctypes.py_object)(("eager_record_with", library))
-        found = record_with(self._handle, (recorder, *parts, get_kernel_settings))
-        self.hooks: _Hooks = found[:2]
-        recorder.memory.enter_ops, recorder.memory.settle = found[2:]
+        self.hooks: _Hooks = record_with(self._handle, (recorder, *parts))
 
     @contextmanager
     def enter(self) -> Iterator[None]:
@@ -129,10 +124,3 @@ def prepare_library() -> ctypes.CDLL:
             f"dispatch key: load that one later, {_WITHOUT}"
         )
     return functions
-
-
-def find_storage_type() -> type[TrackedStorage]:
-    """Return the library's type of storages."""
-    create = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(("eager_storage_type", prepare_library()))
-    created: type[TrackedStorage] = create(TrackedStorage)
-    return created

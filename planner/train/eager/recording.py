@@ -3,6 +3,7 @@
 The C++ library executes and records ops (``planner/native/op_records.cpp``), and calls what is here.
 """
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -12,19 +13,17 @@ import torch
 
 from graphs.errors import BudgetError
 from graphs.short_tracebacks import mark_as_raised_by_op
+from graphs.units import format_bytes, format_enough
 from planner.capture.rewrites.sparse_products import list_strided_parts
 from planner.runtime.allocator_failure import find_allocator_failure
-from planner.runtime.random_state import RandomState
-from planner.torch_private.core import AUTOCAST_AND_VMAP_KEYS, OpOverload, storage_address
+from planner.torch_private.core import OpOverload, storage_address
 from planner.train.eager.device_costs import OpCosts
-from planner.train.eager.memory import Memory
 from planner.train.eager.modules import CurrentModule
 from planner.train.eager.operators import Operator
-from planner.train.eager.recompute import Recomputation
 from planner.train.eager.sizes import KnownOp, OutputSizes, bound_data_dependent_bytes, may_take_free_memory
 from planner.train.eager.sources import Sources
 from planner.train.eager.step_follower import StepFollower
-from planner.train.eager.storages import RecordedOp, TrackedStorage
+from planner.train.eager.storages import Memory, Recomputation, TrackedStorage
 
 # Records are dropped when no tensor is saved, but only if there are more of them than this.
 FEW_OPS = 64
@@ -44,6 +43,7 @@ class Recorder:
         memory: the budgeted memory.
         sizes: sizes of outputs, by signature.
         recomputation: executes recorded ops.
+        max_recomputation: the most ops that may be recomputed in a step, as a multiple of the ops of the step.
         follower: logs steps, and follows their plans.
         costs: measures ops.
 
@@ -66,10 +66,12 @@ class Recorder:
         memory: Memory,
         sizes: OutputSizes,
         recomputation: Recomputation,
+        max_recomputation: float,
         follower: StepFollower,
         costs: OpCosts,
     ) -> None:
         self.memory = memory
+        self.max_recomputation = max_recomputation
         self.sizes = sizes
         self.recomputation = recomputation
         self.follower = follower
@@ -100,25 +102,11 @@ class Recorder:
         known.needs_block = not self.costs.times_each and may_take_free_memory(function)
         return known
 
-    def make_room(self, known: KnownOp, op: RecordedOp) -> None:
-        """Evict until an op fits; for a guessed workspace only as far as possible."""
-        memory = self.memory
-        try:
-            memory.make_room(known.out_bytes + known.workspace_bytes, op.operator.function, at_last=not known.guessed)
-        except BudgetError:
-            if not known.guessed:
-                raise
-            memory.make_room(known.out_bytes, op.operator.function)
-        for storage, version in op.inputs:
-            if storage is not None and storage.pinned:  # perhaps only now: `forget_unneeded`
-                self.sources.keep(storage, version, op)
-
     # After an op.
 
     def recover(
         self,
         operator: Operator,
-        draws: tuple[torch.Generator, RandomState] | None,
         written: Sequence[TrackedStorage],
         error: BaseException,
     ) -> bool:
@@ -133,9 +121,6 @@ class Recorder:
             if again:
                 for storage in in_part:
                     self.recomputation.restore(storage)
-                if draws is not None:
-                    generator, state = draws
-                    state.restore(generator)
                 self.costs.forget_failures()
             elif isinstance(error, Exception):
                 mark_as_raised_by_op(error)
@@ -158,7 +143,22 @@ class Recorder:
         ):
             error.add_note(_NOT_AGAIN.format(operator.function))
             return False
-        return self.memory.evict_after(error)
+        return self.evict_after(error)
+
+    def evict_after(self, error: BaseException) -> bool:
+        """Evict as many bytes as the allocator lacked, if `error` is its failure; return True if the op can be retried.
+
+        Return False if all resident storages are in use, or if the error has another cause.
+        """
+        failure = find_allocator_failure(error)
+        if failure is None:
+            return False
+        self.memory.retries += 1
+        return self.memory.evict_bytes(failure.asked_bytes or 1)
+
+    def is_memory_error(self, error: BaseException) -> bool:
+        """Return True if `error` is a failure of the allocator."""
+        return find_allocator_failure(error) is not None
 
     def find_made(self, outputs: Sequence[object]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the tensors on new storages that the outputs of an op consist of, some of which are sparse, with positions."""
@@ -167,15 +167,50 @@ class Recorder:
             for part in list_strided_parts(output) if isinstance(output, torch.Tensor) else ():
                 if type(part) is torch.Tensor and (address := storage_address(part)) not in made:
                     made.add(address)
-                    if self.memory.find(address) is None:
+                    if self.memory.find(part) is None:
                         yield position, part
 
-    # Saved tensors.
+    # Room.
 
-    def restore_saved(self, storage: TrackedStorage) -> None:
-        """Recompute an evicted storage of saved tensors."""
-        with self.recomputation.run_own_ops():
-            self.recomputation.recompute(storage)
+    def evict_planned(self) -> bool:
+        """Evict a storage that the plan evicts, and return True if there is one; called before the heuristic."""
+        return self.follower.evict_one()
+
+    def forget_unneeded(self) -> None:
+        """Drop the records that no saved tensor needs, with what they keep; called before a budget is too small."""
+        if self.sources.saved:
+            self.sources.forget_unneeded()
+        else:
+            self.forget()
+
+    def collect_garbage(self) -> None:
+        """Free what only reference cycles hold; called before a budget is too small."""
+        gc.collect()
+
+    def raise_too_small(self, size_bytes: int, purpose: object) -> NoReturn:
+        """Raise the error of a budget that is too small."""
+        memory = self.memory
+        needed = memory.live_bytes + size_bytes
+        moment, request = (
+            ("", f", and {purpose} needs {format_bytes(size_bytes)} more") if size_bytes else (f" after {purpose}", "")
+        )
+        raise BudgetError(
+            f"budget {format_bytes(memory.budget_bytes)} is too small: {format_bytes(memory.live_bytes)} are in use{moment} and "
+            f"cannot be evicted{request}. Up to this point {format_enough(needed)} is enough; the peak of plain eager PyTorch so "
+            f"far is {format_enough(max(memory.eager_peak_bytes, needed))}. Raise the budget, or lower the batch size"
+        )
+
+    def raise_too_much(self, recomputed: int, ops: int) -> NoReturn:
+        """Raise the error of a step that has recomputed too many ops."""
+        memory = self.memory
+        raise BudgetError(
+            f"budget {format_bytes(memory.budget_bytes)} needs too much recomputation: this step has recomputed {recomputed} "
+            f"ops, more than {self.max_recomputation:g} times the {ops} ops that it has run. The peak of plain "
+            f"eager PyTorch so far is {format_enough(memory.eager_peak_bytes)}: with that budget nothing is recomputed. "
+            "Raise the budget, or max_recomputation="
+        )
+
+    # Saved tensors.
 
     def raise_overwritten(self, saved: torch.Tensor, expected: int, version: int) -> NoReturn:
         """Raise the error that plain eager PyTorch raises for a saved tensor that was modified in place."""
@@ -205,17 +240,10 @@ class Recorder:
         self.sources.forget()
         self.recorded = 0
 
-    def forget_unneeded(self) -> None:
-        """Drop the records that no saved tensor needs."""
-        if self.sources.saved:
-            self.sources.forget_unneeded()
-        else:
-            self.forget()
-
     def close(self) -> None:
         """End the block: its records, and what they hold in memory, are dropped when no saved tensor needs them."""
         self.is_closed = True
-        self.recomputation.own_keys = AUTOCAST_AND_VMAP_KEYS
+        self.recomputation.in_block = False
         self.memory.settle()
         if not self.sources.saved:
             self.forget()

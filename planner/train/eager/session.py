@@ -15,9 +15,11 @@ from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.io.formats import write_graph
 from graphs.short_tracebacks import shorten, shorten_traceback, show_as_eager
 from graphs.units import format_bytes, format_enough, format_seconds
+from planner.capture.program.draws import LOCK
 from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.memory.reserved import choose_memory_on
 from planner.native.ledger import create_ledger
+from planner.native.library import wait_for_library
 from planner.plans.solve import solve_graph
 from planner.runtime.allocator import limit_allocator, measure_cuda_context_bytes
 from planner.runtime.eager_block import ACTIVE, is_in_block
@@ -31,21 +33,18 @@ from planner.torch_private.core import (
     is_functional_tensor,
     is_functorch_wrapped,
     let_transforms_disable_hooks,
-    storage_address,
 )
 from planner.train.eager.device_costs import create_costs
 from planner.train.eager.enough_budget import find_enough_bytes
 from planner.train.eager.garbage import COLLECTED_RARELY
-from planner.train.eager.memory import Memory
-from planner.train.eager.native_recording import NativeRecording, find_storage_type, prepare_library
-from planner.train.eager.recompute import Recomputation
+from planner.train.eager.native_recording import NativeRecording, prepare_library
 from planner.train.eager.recording import Recorder
 from planner.train.eager.shared_context import SharedContext
 from planner.train.eager.sizes import OutputSizes
 from planner.train.eager.step_follower import StepFollower
 from planner.train.eager.step_log import StepGraph
 from planner.train.eager.step_plans import StepPlans
-from planner.train.eager.storages import TrackedStorage
+from planner.train.eager.storages import Memory
 from solvers.baselines.dtr import DtrParams
 from solvers.baselines.megengine import MegEngineParams
 from solvers.online.heuristics import MEGENGINE, NAMES
@@ -143,16 +142,15 @@ class Rematerialization:
             context_bytes = measure_cuda_context_bytes(self._device) if self._counted.counts_context else 0
             budget_bytes = self._budget.resolve(0) - context_bytes
         sizes = OutputSizes(self._device)
-        memory = Memory(budget_bytes, sizes, partial(create_ledger, self._heuristic), find_storage_type())
+        library = wait_for_library()
+        memory: Memory = library.memory(budget_bytes, sizes, partial(create_ledger, self._heuristic))
         costs = create_costs(self._device)
-        recomputation = Recomputation(memory, self._max_recomputation, costs)
+        recomputation = library.recomputation(memory, self._max_recomputation, costs, LOCK)
         follower = StepFollower(StepPlans(memory.budget_bytes), memory)
-        self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
-        memory.evict_planned = follower.evict_one
-        memory.forget_unneeded = recorder.forget_unneeded
+        self._recorder = recorder = Recorder(memory, sizes, recomputation, self._max_recomputation, follower, costs)
         self._recording = recording = NativeRecording(recorder)
         for tensor in tensors:
-            if memory.find(storage_address(tensor)) is None:
+            if memory.find(tensor) is None:
                 memory.add(tensor)
         del tensors
         memory.live_bytes = max(memory.live_bytes, costs.get_in_use_bytes())  # including memory that Python does not know of
@@ -350,8 +348,9 @@ class Rematerialization:
 
 def _iterate_tensors(device: torch.device) -> Iterator[torch.Tensor]:
     """Yield the tensors on `device` that Python knows of, and their gradients; none that wrap others, as captures leave some."""
+    stored = wait_for_library().tracked_storage
     for value in gc.get_objects():
-        if issubclass(type(value), TrackedStorage):  # of another block, which holds what autograd has saved there
+        if type(value) is stored:  # of another block, which holds what autograd has saved there
             value = value.find_alias()
         if issubclass(type(value), torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
             if is_functorch_wrapped(value) or is_functional_tensor(value):

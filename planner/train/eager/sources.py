@@ -7,10 +7,10 @@ graph stays alive while the optimizer steps.
 
 from collections.abc import Hashable, Sequence
 
-from planner.train.eager.memory import Memory
+import torch
+
 from planner.train.eager.operators import Operator
-from planner.train.eager.recompute import Recomputation, view_whole
-from planner.train.eager.storages import RecordedOp, TrackedStorage
+from planner.train.eager.storages import Memory, Recomputation, RecordedOp, TrackedStorage
 
 
 class Sources:
@@ -49,7 +49,9 @@ class Sources:
                 and not self._pin_instead(readers, storage.size_bytes)
             ):
                 self._memory.make_room(storage.size_bytes, f"a copy of the tensor that {operator.function} writes")
-                copy = view_whole(storage).clone()
+                held = storage.get_storage()
+                assert held is not None
+                copy = torch.empty(0, dtype=torch.uint8, device=held.device).set_(held).clone()  # of all bytes
                 self._memory.add(copy, visible=False)
                 storage.snapshots = {**(storage.snapshots or {}), storage.version: copy}
                 self.copies += 1
@@ -161,7 +163,6 @@ class Sources:
             return False
         for storage in sorted(readers, key=lambda storage: not storage.address):
             if not storage.address:
-                with self._recomputation.run_own_ops():
-                    self._recomputation.recompute(storage)
+                self._recomputation.recompute(storage)
             self.pin(storage)
         return True

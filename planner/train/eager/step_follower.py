@@ -3,10 +3,9 @@
 import weakref
 from collections.abc import Callable
 
-from planner.train.eager.memory import Memory
 from planner.train.eager.step_log import StepGraph, StepLog, build_recorded_step
 from planner.train.eager.step_plans import StepPlans
-from planner.train.eager.storages import TrackedStorage
+from planner.train.eager.storages import Memory, TrackedStorage
 
 # If no step so far has evicted or taken more than this share of the budget, the next one is not logged.
 _FAR = 0.9
@@ -35,7 +34,6 @@ class StepFollower:
         self.number = 0
         self.log: StepLog | None = None
         self._storages: list[weakref.ref[TrackedStorage]] = []  # by their number in the step
-        self._evictions = 0
 
     @property
     def is_far(self) -> bool:
@@ -54,7 +52,6 @@ class StepFollower:
             self.log = self.plans.log
         self.number += 1
         self._storages = []
-        self._evictions = memory.evictions
 
     def evict_one(self) -> bool:
         """Evict a storage that the plan has evicted by now, and return True; return False if there is none."""
@@ -80,7 +77,6 @@ class StepFollower:
     def end(self) -> None:
         """End the step."""
         if self.log is not None:
-            self.log.evictions = self.memory.evictions - self._evictions
             self.plans.end()
         self.log = None
 

@@ -53,7 +53,7 @@ class StepLog:
         unpacked: storages that autograd has unpacked, by the number of ops before that.
         released: for each storage that the program has released, the number of ops before that.
         only_saved: the released storages that autograd was the last to hold, unread: the program may have released them earlier.
-        evictions: number of evictions in the step.
+        evicted: the evicted storages, in order; -1 for one that the step had not used before.
     """
 
     __slots__ = ("__dict__", "chains", "made_bytes", "only_saved", "ops", "released", "sizes_bytes", "structures")
@@ -69,7 +69,7 @@ class StepLog:
         self.unpacked: dict[int, list[int]] = {}
         self.released: dict[int, int] = {}
         self.only_saved: set[int] = set()
-        self.evictions = 0
+        self.evicted: list[int] = []
 
     @property
     def chain(self) -> int:

@@ -237,7 +237,7 @@ class StepPlans:
         self._seen[log.chain] = seen
         if len(self._seen) > _MOST_STEPS:
             self._drop_one()
-        seen.evicted = seen.evicted or log.evictions > 0
+        seen.evicted = seen.evicted or bool(log.evicted)
         self._start()
 
     # Plans.

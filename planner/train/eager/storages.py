@@ -1,109 +1,139 @@
-"""Tracked storages with their versions, and the recorded ops that made them. The C++ library makes both (``planner/native``)."""
+"""What the C++ library tells Python of the memory, of recomputation, of storages and of recorded ops (``planner/native``)."""
 
-import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
-from planner.runtime.random_state import RandomState
-from planner.torch_private.core import make_subclass
 from planner.train.eager.operators import Operator
 from planner.train.eager.sizes import KnownOp
 
 
-class TrackedStorage:
-    """The storage of a tensor and its views, resident or not: the base of the library's type, which has the attributes.
+class Memory(Protocol):
+    """The budgeted memory: bytes in it, and the storages that take them (``planner/native/memory.cpp``).
+
+    Attributes:
+        budget_bytes: the limit.
+        live_bytes: bytes of the resident storages.
+        peak_bytes: the peak of them so far.
+        eager_peak_bytes: the peak of plain eager PyTorch so far.
+        evictions: number of evictions.
+        retries: number of times that the allocator ran out of memory in an op.
+        overwrites: number of writes to pinned storages that were read before, without a copy.
+        clock_s: total time of ops so far.
+        clock: returns the time in seconds; None for the real time.
+        pending: number of ops that were recorded since the ledger was last used; they are entered into it before its next use.
+        resident: the resident storages by address.
+    """
+
+    budget_bytes: int
+    live_bytes: int
+    peak_bytes: int
+    eager_peak_bytes: int
+    evictions: int
+    retries: int
+    overwrites: int
+    clock_s: float
+    clock: Callable[[], float] | None
+    pending: int
+    resident: "dict[int, TrackedStorage]"
+
+    def find(self, tensor: torch.Tensor) -> "TrackedStorage | None":
+        """Return the storage of `tensor`; None if it is not known."""
+
+    def add(self, tensor: torch.Tensor, *, visible: bool = True) -> "TrackedStorage":
+        """Record the storage of `tensor`, which cannot be recomputed, and return it; only the runtime reads an invisible one."""
+
+    def allow(self, storage: "TrackedStorage") -> None:
+        """Update in the ledger if `storage` may be evicted: the runtime must own it."""
+
+    def forget(self) -> None:
+        """Pin all resident storages, and drop the records to recompute them, which no saved tensor needs any more."""
+
+    def settle(self) -> None:
+        """Record the storages that were freed since the last call."""
+
+    def make_room(self, size_bytes: int, purpose: object) -> None:
+        """Evict until `size_bytes` fit; raise BudgetError, with their `purpose`, if all resident storages are in use."""
+
+    def evict_one(self) -> bool:
+        """Evict the storage that the heuristic chooses, and return True; return False if all are in use."""
+
+    def evict_bytes(self, size_bytes: int) -> bool:
+        """Evict until `size_bytes` are free, or nothing is left to evict; return True if anything was evicted."""
+
+    def evict(self, storage: "TrackedStorage") -> bool:
+        """Evict `storage`, and return True; return False if it is in use or not resident."""
+
+
+class Recomputation(Protocol):
+    """Recomputes storages by their chains of ops (``planner/native/recomputation.cpp``).
+
+    Attributes:
+        in_block: the block has not ended: afterwards another one may record its ops.
+        ops: number of recomputed ops.
+        seconds: time of recomputed ops. Where ops return before they are done, each counts with its first measured time.
+        by_operator, by_module: number and time by operator, and by the module in which ops first ran.
+    """
+
+    in_block: bool
+    ops: int
+    seconds: float
+    by_operator: dict[str, tuple[int, float]]
+    by_module: dict[str, tuple[int, float]]
+
+    def begin_step(self) -> None:
+        """Start to count the ops of a step."""
+
+    def recompute(self, storage: "TrackedStorage") -> None:
+        """Make the current contents of `storage` resident; raise BudgetError if that does not fit or takes too many ops."""
+
+    def restore(self, storage: "TrackedStorage") -> None:
+        """Restore the current contents of a resident storage that a failed op may have written in part, likewise."""
+
+
+class TrackedStorage(Protocol):
+    """The storage of a tensor and its views, resident or not.
 
     An in-place write makes another version of the contents. The chain has the op that made each version, so that the contents can
     be recomputed: all versions from the first one on, in the same memory.
 
     Attributes:
         size_bytes: size; 0 on devices whose memory is not budgeted.
-        device: the device that it is on.
         version: number of in-place writes since the first contents.
         chain: the op that made each version.
         pinned: the current contents cannot be recomputed, and are kept.
         address: address of the resident storage; 0 if it is not resident.
-        watch: the weak reference that reports when the storage is freed.
-        barred: it is pinned in the ledger.
-        base: a tensor that keeps recomputed contents in memory.
         saved: number of saved tensors, of which each has an alias that keeps the storage in memory.
-        evicted: it is evicted, and saved tensors need it.
-        ledger_id: id in the ledger; None before it is entered.
-        touched_s: time of the last read, on the clock of ops.
         last_read: the last version that a recorded op has read.
         snapshots: earlier contents of a pinned storage, by version.
         checked: ``Memory.overwrites`` when it was last checked that its contents can be recomputed.
-        step, number: the last step that has used it, and its number there.
     """
 
-    __slots__ = tuple[str, ...]()  # the library's type has them
     size_bytes: int
-    device: torch.device
     version: int
     chain: "list[RecordedOp]"
     pinned: bool
     address: int
-    watch: "StorageWatch | None"
-    barred: bool
-    base: torch.Tensor | None
     saved: int
-    evicted: bool
-    ledger_id: int | None
-    touched_s: float
     last_read: int
     snapshots: dict[int, torch.Tensor] | None
     checked: int
-    step: int
-    number: int
 
     def is_recomputable(self, version: int) -> bool:
         """Return True if the contents of `version` can be recomputed by the chain."""
-        return version < len(self.chain)
 
     def has_copy(self, version: int) -> bool:
         """Return True if there is a copy of the contents of `version`."""
-        return self.snapshots is not None and version in self.snapshots
 
     def get_storage(self) -> torch.UntypedStorage | None:
         """Return the storage in memory; None if it is not resident."""
-        return None if self.watch is None else self.watch()
 
     def is_owned(self) -> bool:
         """Return True if the runtime keeps it in memory, and may free it if nothing else holds it."""
-        return not self.pinned and (self.base is not None or (self.saved > 0 and self.address > 0))
-
-    def move_aliases(self, tensor: torch.Tensor | None) -> None:
-        """Move the aliases of saved tensors to the storage of `tensor`, or to none: then they keep their geometry only."""
 
     def find_alias(self) -> torch.Tensor | None:
         """Return an alias that keeps the storage in memory; None if there is none."""
-
-
-class StorageWatch(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a resident storage, with facts that outlive it.
-
-    Attributes:
-        storage: weak reference to its `TrackedStorage`.
-        size_bytes: its size.
-        extra_bytes: the part of it that plain eager PyTorch does not have.
-    """
-
-    __slots__ = ("extra_bytes", "size_bytes", "storage")
-    storage: weakref.ref[TrackedStorage]
-    size_bytes: int
-    extra_bytes: int
-
-
-class LedgerWatch(weakref.ref[TrackedStorage]):
-    """A weak reference to a storage of the ledger, which reports when nothing needs the storage any more.
-
-    Attributes:
-        ledger_id: id in the ledger.
-    """
-
-    __slots__ = ("ledger_id",)
-    ledger_id: int
 
 
 class RecordedOp(Protocol):
@@ -111,40 +141,17 @@ class RecordedOp(Protocol):
 
     Attributes:
         operator: the facts about the operator.
-        settings: settings with which it ran: ``get_kernel_settings``.
         inputs: the tensors among its arguments, in order: storages and the versions of their contents. The storage is None if
             the op itself writes it in place: the one that is being rebuilt.
         read_bytes: bytes of the inputs.
         kept: the storages of inputs that cannot be recomputed.
         known: the facts about its signature.
-        outputs: weak references to the storages that it made, with the position of the output; for an in-place op the storage
-            that it writes.
-        in_place: it writes a storage that existed before.
-        room_bytes: bytes of its outputs and of its workspace.
         seconds: measured time.
-        draws: the generator and its state before the op; None if it draws no random numbers.
-        ledger_id: id in the ledger; None before it is entered.
-        module: name of the module that was running.
     """
 
     operator: Operator
-    settings: tuple[Any, ...]
     inputs: list[tuple[TrackedStorage | None, int]]
     read_bytes: int
     kept: tuple[torch.UntypedStorage, ...]
     known: KnownOp
-    outputs: list[tuple[int, weakref.ref[TrackedStorage]]]
-    in_place: bool
-    room_bytes: int
     seconds: float
-    draws: tuple[torch.Generator, RandomState] | None
-    ledger_id: int | None
-    module: str
-
-    def execute(self, sources: list[torch.Tensor]) -> list[Any]:
-        """Execute it again, on tensors with the storages of its inputs, and return its outputs."""
-
-
-def make_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached alias of `tensor` that shares its version counter; no dispatch mode sees it."""
-    return make_subclass(torch.Tensor, tensor)

@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError
-from planner.train.eager import memory
 from planner.train.eager.session import Rematerialization, rematerialize
 from tests.support.eager.models import LOOPS, TRANSFORMERS, Loop
 from tests.support.eager.tensors import existing, other_bytes
@@ -28,7 +27,9 @@ def train(
     loop = build()
     results = []
     # The count is entered before the block, so that it sees the ops of the runtime too.
-    with LiveStorages(existing()) as live, block or nullcontext():
+    with LiveStorages(existing()) as live, block or nullcontext() as session:
+        if session is not None:  # each op takes as long as any other, so that choices do not depend on the machine
+            session.debug.memory.clock = map(float, count()).__next__
         for index in range(_STEPS):
             results += loop.step(index)
     return [*results, *loop.state()], live.peak_bytes
@@ -56,12 +57,6 @@ def _no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-@pytest.fixture(autouse=True)
-def _same_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each op take as long as any other, so that choices do not depend on the machine."""
-    monkeypatch.setattr(memory, "perf_counter", count().__next__)
 
 
 @pytest.mark.parametrize("share", [0.4, *slow(0.8, 0.6)])

@@ -20,9 +20,8 @@ from planner.cli.main import main
 from planner.plans.background import BackgroundSolve
 from planner.runtime.allocator import record_cpu_allocations
 from planner.train.eager import step_plans
-from planner.train.eager.memory import Memory
 from planner.train.eager.session import Rematerialization, rematerialize
-from planner.train.eager.storages import TrackedStorage
+from planner.train.eager.step_follower import StepFollower
 from solvers.baselines.common.online import OnlineRun
 from solvers.online.heuristics import make_heuristic
 from tests.support.eager.solves import SolvedWhenWaitedFor
@@ -81,18 +80,21 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     found = Watched()
-    evict, choose = Memory._evict, Memory.evict_one
+    evict, end = StepFollower.evict_one, StepFollower.end
 
-    def note(memory: Memory, storage: TrackedStorage) -> None:
-        found.evicted.append(storage.number)
-        evict(memory, storage)
+    def evict_planned(follower: StepFollower) -> bool:
+        planned = evict(follower)
+        found.chosen -= planned
+        return planned
 
-    def note_choice(memory: Memory) -> bool:
-        found.chosen += 1
-        return choose(memory)
+    def end_step(follower: StepFollower) -> None:
+        if follower.log is not None:
+            found.evicted += follower.log.evicted
+            found.chosen += len(follower.log.evicted)
+        end(follower)
 
-    monkeypatch.setattr(Memory, "_evict", note)
-    monkeypatch.setattr(Memory, "evict_one", note_choice)
+    monkeypatch.setattr(StepFollower, "evict_one", evict_planned)
+    monkeypatch.setattr(StepFollower, "end", end_step)
     return found
 
 
@@ -312,7 +314,7 @@ def test_tensors_saved_by_a_retained_graph_are_released() -> None:
 def unit_times(session: Rematerialization) -> Iterator[None]:
     """Let each op last one second."""
     seconds = itertools.count()
-    session.debug.memory.now = lambda: float(next(seconds))
+    session.debug.memory.clock = lambda: float(next(seconds))
     yield
 
 

@@ -34,7 +34,7 @@ def run(plans: StepPlans, ops: list[Event], evictions: int = 1) -> list[Action |
         done += [*take_offered(plans), i]
         add(event, plans.log, plans)
     done += take_offered(plans)
-    plans.log.evictions = evictions
+    plans.log.evicted = [0] * evictions
     plans.end()
     return done
 

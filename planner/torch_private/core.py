@@ -78,19 +78,6 @@ at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 backward_retains_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # Lets a replacement of a kernel call the op itself, without recursion.
 below_autograd = torch._C._AutoDispatchBelowAutograd
-# Ops below autocast and vmap see the dtypes and the batches that these gave them.
-without_keys = torch._C._ExcludeDispatchKeyGuard
-AUTOCAST_AND_VMAP_KEYS = torch._C.DispatchKeySet(DispatchKey.AutocastCPU)
-for _key in (  # of torch.func.vmap, and of the older one in torch.autograd.grad(is_grads_batched=True)
-    DispatchKey.AutocastCUDA,
-    DispatchKey.FuncTorchVmapMode,
-    DispatchKey.FuncTorchDynamicLayerFrontMode,
-    DispatchKey.FuncTorchDynamicLayerBackMode,
-    torch._C._dispatch_key_parse("VmapMode"),
-):
-    AUTOCAST_AND_VMAP_KEYS |= torch._C.DispatchKeySet(_key)
-# The key for modes that are written in C++.
-MODE_IN_CPP = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("Fake"))
 # Calls inside a capture or a custom operator run as outside: with the dispatch keys of the outside.
 force_dispatch_keys = torch._C._ForceDispatchKeyGuard
 included_dispatch_keys = torch._C._dispatch_tls_local_include_set
@@ -113,11 +100,8 @@ preserve_version_counter = torch.autograd._unsafe_preserve_version_counter
 set_version_counter = torch._C._autograd._unsafe_set_version_counter
 # Workspaces are measured by the profiler; only one can run.
 profiler_enabled = torch.autograd._profiler_enabled
-# The identity of the memory of a tensor, and who holds it, at the cost of a call.
+# The identity of the memory of a tensor, at the cost of a call.
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
-storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
-# A detached alias of a tensor, with its version counter, which no dispatch mode sees.
-make_subclass = torch.Tensor._make_subclass
 # Copies many tensors by few kernels.
 foreach_copy_ = torch._foreach_copy_
 # Reads the numbers in a mask, which no graph can do.
@@ -157,27 +141,6 @@ def list_names_of_parts(value: torch.Tensor) -> list[str]:
 def list_parts(value: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors that a tensor of a subclass is made of; a plain tensor itself."""
     return [part for name in list_names_of_parts(value) for part in list_parts(getattr(value, name))] or [value]
-
-
-def get_kernel_settings() -> tuple[Any, ...]:
-    """Return the present values of settings that kernels read: an op is recomputed with those with which it first ran."""
-    return (
-        torch.get_default_dtype(),
-        torch._C._get_mkldnn_enabled(),
-        torch._C._get_cudnn_enabled(),
-        torch._C._get_cudnn_benchmark(),
-        torch._C._get_cudnn_deterministic(),
-    )
-
-
-def set_kernel_settings(values: tuple[Any, ...]) -> None:
-    """Restore settings that kernels read, from `values` as ``get_kernel_settings`` returned them."""
-    dtype, mkldnn, cudnn, benchmark, deterministic = values
-    torch.set_default_dtype(dtype)
-    torch._C._set_mkldnn_enabled(mkldnn)
-    torch._C._set_cudnn_enabled(cudnn)
-    torch._C._set_cudnn_benchmark(benchmark)
-    torch._C._set_cudnn_deterministic(deterministic)
 
 
 def clear_cublas_workspaces() -> None:

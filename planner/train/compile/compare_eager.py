@@ -78,8 +78,7 @@ def compare_with_eager(
         return EagerComparison(failure=failure, reference=reference_name)
     written += [] if undone is None else undone.written
     found = measure_outcome(planned, step, batch, written=written)
-    names = plain.list_differences(found)
-    differ = any(together.gather(bool(names)))
+    differ = any(together.gather(bool(names := plain.list_differences(found))))
     known, allowed = (None, False) if plan is None else (plan.eager, bool(plan.differs))
     if known is not None and known.identical and known.planned_time_s and not differ:
         return known

@@ -88,6 +88,7 @@ from torch._dynamo.variables import (
     StringFormatVariable,  # a text with values in it
     SymNodeVariable,  # a number that is a symbol
     TensorVariable,  # a tensor while code is captured
+    TorchCtxManagerClassVariable,  # a class such as torch.no_grad
     TorchInGraphFunctionVariable,  # has the handlers of specially captured functions
     UnspecializedNNModuleVariable,  # a module while code is captured
     UserDefinedClassVariable,  # a class while code is captured
@@ -102,6 +103,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import ValueMutationNew  # of what captured code makes
 from torch._dynamo.variables.builder import (
     GraphArg,  # an input of the captured graph
+    SourcelessBuilder,  # takes a value into the capture that the captured code has made
     VariableBuilder,  # takes a user's value into the capture
     wrap_fx_proxy,  # a tensor for a new node
 )
@@ -276,6 +278,34 @@ def _remove_noted(remove: Callable[..., None], effects: SideEffects, place: Any)
 
 def _return_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def follow_new_modules() -> None:
+    """Make Dynamo follow modules that a step makes, such as the loss of DETR: their ``nn.Buffer``, and methods without gradients.
+
+    ``nn.Module`` asks for ``__func__`` of its method, and the buffer whether it is persistent.
+    """
+    create = SourcelessBuilder.create
+    SourcelessBuilder.create = staticmethod(partial(_create_or_name, create))  # type: ignore[method-assign]
+    wrap_for_good(UserMethodVariable, "call_obj_hasattr", _has_function)
+    wrap_for_good(TensorVariable, GETATTR, _get_or_read)
+
+
+def _create_or_name(create: Any, tx: Any, value: Any) -> Any:
+    """Return the variable of `value`; the method by which ``@torch.no_grad()`` makes its context is the class itself."""
+    maker = getattr(value, "__self__", None)
+    makes_context = isinstance(maker, torch.no_grad | torch.enable_grad) and value.__name__ == "clone"
+    return TorchCtxManagerClassVariable(type(maker)) if makes_context else create(tx, value)
+
+
+def _has_function(has: Any, method: Any, tx: Any, name: str) -> Any:
+    return VariableTracker.build(tx, True) if name == "__func__" else has(method, tx, name)
+
+
+def _get_or_read(get: Any, tensor: Any, tx: Any, name: str) -> Any:
+    if name != "persistent" or tensor.as_proxy().node.target is not torch.nn.Buffer:
+        return get(tensor, tx, name)
+    return VariableTracker.build(tx, tensor.as_proxy().node.kwargs.get(name, True))
 
 
 def read_legacy_variables() -> None:

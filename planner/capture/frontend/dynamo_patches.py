@@ -20,6 +20,7 @@ from torch.distributions import Distribution
 
 from graphs.errors import TraceError
 from graphs.short_tracebacks import warn_caller
+from planner.capture.frontend import host_functions as host_functions  # registers them with Dynamo
 from planner.capture.frontend.source_lines import find_current_line, find_traced_line, format_location
 from planner.capture.guards.names import make_readable
 from planner.capture.rewrites.outputs import get_storage, is_same_layout, list_tensors
@@ -31,6 +32,7 @@ private.read_names_of_torch()
 private.read_arguments_of_gradients()
 private.read_legacy_variables()
 private.change_lists_of_texts()
+private.follow_new_modules()
 private.follow_removed_hooks()
 
 EndOfCapture = Callable[[Any, Any], object]  # called with the translator of a frame and the graph that was made of it

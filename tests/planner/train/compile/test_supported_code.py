@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
 from torch import distributions, nn
 from torch.distributions import kl
 
@@ -500,3 +501,24 @@ def test_a_capture_leaves_no_tensors_of_custom_functions() -> None:
     gc.collect()
     tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor]
     assert not any(map(torch._is_functional_tensor, tensors))
+
+
+class Matcher(nn.Module):
+    """Matches predictions with targets, as DETR and Mask2Former do; each step makes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Buffer(torch.linspace(0.5, 1.5, 32), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, found: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.as_tensor(i) for i in linear_sum_assignment(torch.cdist(found * self.weights, targets).cpu())]
+
+
+def compute_matched_loss(found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    rows, columns = Matcher()(found, targets[:9])
+    return (found[rows] - targets[columns]).abs().sum() / torch.clamp(torch.as_tensor([9.0]), min=1).item()
+
+
+def test_predictions_are_matched_with_targets_by_scipy_as_in_eager_mode() -> None:
+    check_trains_as_eager(lambda: Between(lambda _, x: x), compute_matched_loss, lambda number: batch_of(number % 2))

@@ -393,9 +393,11 @@ def _is_supported_elsewhere(wanted: Callable[[Any], bool], is_supported: Callabl
 def carry_sparse_tensors_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
     """Make Dynamo carry sparse tensors along in the frames that are `wanted`, and break the graph where they are used.
 
-    It breaks the graph where it meets them, otherwise, and then cannot go on in the frame.
+    It breaks the graph where it meets them, otherwise, and then cannot go on in the frame. Where something was captured before,
+    Dynamo has the function in a table.
     """
     wrap_for_good(VariableBuilder, "wrap_tensor", partial(_wrap_or_carry, wanted))
+    VariableBuilder._type_dispatch_impl.cache_clear()
 
 
 def _wrap_or_carry(wanted: Callable[[Any], bool], wrap: Callable[..., Any], builder: Any, value: torch.Tensor) -> Any:

@@ -1,6 +1,7 @@
 """Code that models are written with besides layers: each is trained by a plan that recomputes, with eager PyTorch's bits."""
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from graphs.errors import MismatchError, TraceError
 from graphs.ir import Kind
 from tests.support.marks import slow, slow_among, slow_except
 from tests.support.models.as_eager import check_trains_as_eager
+from tests.support.processes import run_apart
 
 _INPUTS, _TARGETS = torch.randn(2, 4, 96, 32, generator=torch.Generator().manual_seed(1)).unbind()
 
@@ -464,6 +466,22 @@ def test_torch_compile_and_planning_take_sparse_matrices_in_turn() -> None:
         torch.manual_seed(5)
         losses.append(step(inputs, targets))
         assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
+
+
+def multiply(weights: torch.Tensor, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    return torch.sparse.mm(edges, (x @ weights).tanh()).square().mean()
+
+
+def plan_around_a_sparse_input_after_a_capture() -> None:
+    torch.compile(torch.sin, backend="eager")(torch.ones(2))
+    weights, x = torch.randn(32, 32, requires_grad=True), torch.randn(96, 32)
+    compiled = torch.compile(multiply, backend="planner", options={"budget": "100%", "wait": 0})
+    compiled(weights, x, adjacency(torch.sparse_coo)).backward()
+    assert sys.modules["planner.train.backend.backend"].BUDGETS, "nothing was planned"
+
+
+def test_a_sparse_input_is_carried_where_something_was_captured_before_the_backend_is_imported() -> None:
+    run_apart(plan_around_a_sparse_input_after_a_capture)
 
 
 def test_a_sparse_batch_is_refused_with_a_way_out() -> None:

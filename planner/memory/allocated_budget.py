@@ -12,6 +12,7 @@ from planner.memory.arena_rules import build_arena_rules
 from planner.memory.reserved import is_on_cuda
 from planner.settings.plan import PlanSettings
 from solvers.arena.solve import solve_in_arena
+from solvers.order.background import OrderSearch
 from solvers.order.reorder import Reordering, keep_program_order, permute, reorder_by
 from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order, solve_reordered
 from solvers.registry import Solver, get_solver
@@ -27,17 +28,17 @@ def build_solver(settings: PlanSettings, graph: Graph) -> Callable[[Request], So
 
     The order that is not to change is that of the request's start, if it has one. The schedules are as a step runs them.
     """
-    return partial(_solve_in_order, settings, _choose_solver(settings, graph))
+    return partial(_solve_in_order, settings, _choose_solver(settings, graph), OrderSearch())
 
 
-def _solve_in_order(settings: PlanSettings, run: Solver, request: Request) -> SolvedOrder:
+def _solve_in_order(settings: PlanSettings, run: Solver, search: OrderSearch, request: Request) -> SolvedOrder:
     graph = request.graph
     as_executed = partial(map_schedule_to_step, graph, budget_bytes=request.budget_bytes)
     asked = request.map_to(graph, as_executed, lambda schedule: schedule)
     if settings.reorder:
         solved = solve_reordered(run, asked)
     elif settings.reorder is None and settings.solver in REORDERED:
-        solved = solve_in_best_order(run, asked)
+        solved = solve_in_best_order(run, asked, search)
     else:
         start = asked.start if graph.plain else None
         order = keep_program_order(graph) if start is None else reorder_by(graph, start.schedule)

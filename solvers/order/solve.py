@@ -52,7 +52,7 @@ def solve_reordered(solve: Solver, request: Request) -> SolvedOrder:
     return _solve_also_in_program_order(solved, solve, request)
 
 
-def solve_in_best_order(solve: Solver, request: Request) -> SolvedOrder:
+def solve_in_best_order(solve: Solver, request: Request, search: OrderSearch | None = None) -> SolvedOrder:
     """Solve in program order, and in an order of lower peak if there is one that can gain.
 
     The order is searched in the background of the solve in program order, which ends when an order is found. Its proof stands;
@@ -60,18 +60,21 @@ def solve_in_best_order(solve: Solver, request: Request) -> SolvedOrder:
     of that, and for a time in proportion. If neither proves its schedule, the solve in program order goes on. If program order
     has no schedule, any order that needs less is tried, first that of the request's start. No order without a schedule takes the
     time of the others.
+
+    Args:
+        search: that of earlier solves of the same graph, which know its order.
     """
-    solved = _solve_in_orders(solve, request)
+    solved = _solve_in_orders(solve, request, search or OrderSearch())
     if solved.result.ended is not Ending.STOPPED:
         return solved
     ended = request.choose_ending()  # it may be this module that has stopped it
     return replace(solved, result=solved.result.map_to(ended=ended))
 
 
-def _solve_in_orders(solve: Solver, request: Request) -> SolvedOrder:
+def _solve_in_orders(solve: Solver, request: Request, search: OrderSearch) -> SolvedOrder:
     clock, began = request.clock, request.clock.now
     program = keep_program_order(request.graph)
-    with OrderSearch(request.graph, clock.start_part(SEARCH_SHARE * clock.limit)) as search:
+    with search.run(request.graph, clock.start_part(SEARCH_SHARE * clock.limit)):
         patience = _Patience(request)
         stopping = replace(
             request,

@@ -1,6 +1,7 @@
 """Which orders of the ops a graph is solved in, and which result counts."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -13,6 +14,7 @@ from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
+from solvers.order.background import OrderSearch
 from solvers.order.peak import bound_any_order_peak_bytes, find_peak, keep_everything_peak_bytes
 from solvers.order.reorder import Reordering, find_order, list_constraints, lowers_peak, may_lower_peak, permute, reorder_by
 from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order
@@ -98,6 +100,22 @@ def test_an_order_that_lowers_no_peak_is_tried_where_program_order_is_not_proved
     found = solve_in_best_order(solve, Request(graph, budget_bytes, Tolerance.of(1e-3), WorkClock(100.0)))
     assert [call.graph for call in calls] == [graph, order.graph]
     assert found.result.status is Status.OPTIMAL and found.order == order
+
+
+def test_further_solves_of_a_graph_know_the_order_that_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[Graph] = []
+
+    def find_counted(graph: Graph, *given: Any) -> Reordering:
+        searched.append(graph)
+        return find_order(graph, *given)
+
+    monkeypatch.setattr("solvers.order.background.find_order", find_counted)
+    search, graphs = OrderSearch(), (weight_gradients(), draw_graph(2, 40))
+    for graph in (graphs[0], graphs[0], graphs[1]):
+        budget_bytes = int(0.9 * keep_everything_peak_bytes(graph))
+        solve_in_best_order(solve_to_end, Request(graph, budget_bytes, Tolerance.of(0.0), WorkClock(100.0)), search)
+        assert search.found == find_order(graph) and search.lowers_peak
+    assert searched == list(graphs)
 
 
 def test_an_order_of_lower_peak_is_solved_in_and_its_bound_reported() -> None:

@@ -33,7 +33,7 @@ from graphs.errors import PlannerError, first_line
 _LOGGER = logging.getLogger(__name__)
 _NAMES = (
     *("passes", "eager_ops", "op_records", "memory", "recomputation", "recorded_op", "tracked_storage", "size_rules", "ledger"),
-    "arena_allocator",
+    *("arena_allocator", "stored_values"),
 )
 _HEADER_NAMES = ("op_records.h", "memory.h", "recomputation.h", "recorded_op.h", "tracked_storage.h", "python_objects.h")
 _SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
@@ -56,6 +56,8 @@ class Library:
         accepts: returns True if an instruction can call its operator.
         new_program: returns a program from its description.
         run: runs a program on a tuple, and sets the position of the instruction at which it is.
+        new_stored_values: returns a state of objects and names; `any` stands for values that do not matter.
+        are_unchanged: returns True if they are as in a state.
         ledger: the type of ledgers, with the methods of ``solvers.online.ledger.Ledger`` that the eager runtime calls.
         memory, recomputation, tracked_storage: the types that ``planner.train.eager.storages`` describes.
     """
@@ -68,6 +70,8 @@ class Library:
         self.accepts = _declare(functions.passes_accepts, value, value)
         self.new_program = _declare(functions.passes_new, value, value)
         self.run = _declare(functions.passes_run, value, value, value, ctypes.POINTER(ctypes.c_int64))
+        self.new_stored_values = _declare(functions.stored_values_new, value, value, value, value)
+        self.are_unchanged = _declare(functions.stored_values_are_unchanged, value, value)
         self.ledger = _declare(functions.ledger_type_of_library, value)()
         self.memory, self.recomputation, self.tracked_storage = _declare(functions.eager_types, value)()
 

@@ -32,6 +32,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch, has_fewer_rows, join_returned, split_arguments
 from planner.capture.step import TrainingStep
 from planner.memory.reserved import DeviceTraining, needs_libraries
+from planner.native.unchanged import StepGuards
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.changed_inputs import ChangedInputs
 from planner.runtime.code import Backward, Code, Forward, Stage, check_runnable, compile_schedule
@@ -117,6 +118,7 @@ class Executor:
         self.check_writes = self._trains = False
         self.entered_s = self.left_s = 0.0
         self._guards = capture.guards
+        self._step_guards = None if capture.guards is None else StepGuards(capture.guards, self.training_step)
         self._conditions = capture.conditions
         self._device_type = device.type
         self._autocast = _describe_autocast(self._device_type)
@@ -282,7 +284,7 @@ class Executor:
         leaves = self.signature.flatten(*args, **kwargs)
         self._check(leaves)
         with self.sharding.enter_captured_state():
-            numbers = () if self._guards is None else self._guards.check(self.training_step, args, kwargs)
+            numbers = () if self._step_guards is None else self._step_guards.check(args, kwargs)
         if self._conditions:
             self._conditions.check(self.training_step, leaves)
         return [*leaves, *numbers]

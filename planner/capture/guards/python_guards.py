@@ -7,10 +7,10 @@ hold for a plan to be correct, and those that the step checks itself with better
 Guards are built without the capture's dispatcher: those on tensors compare dispatch keys, and it is not active when a step is
 called. For the same reason a mode around a step, such as a counter of FLOPs, must be allowed for.
 
-Known weakness: all guards are checked at each step, and with cold caches that takes most of the time around the passes. PyTorch
-can skip modules whose dicts are unchanged (``use_recursive_dict_tags_for_guards``), in a quarter of the time. That is off
-since 2.12: below Python 3.12 it reads dicts that may have been freed, and it has crashed above (pytorch#181873, pytorch#188101).
-It also misses defaults of functions that are replaced.
+Nine of ten guards read what the step stores, and pass again where it stores the same objects (``stored_values.py``). PyTorch can
+skip modules whose dicts are unchanged (``use_recursive_dict_tags_for_guards``). That is off since 2.12: below Python 3.12 it
+reads dicts that may have been freed, and it has crashed above (pytorch#181873, pytorch#188101). It also misses defaults of
+functions that are replaced.
 """
 
 import re
@@ -30,6 +30,7 @@ from planner.capture.frontend.later_calls import LaterCall, make_calls
 from planner.capture.guards.messages import explain, get_code, is_failing, is_followed_value, is_mode
 from planner.capture.guards.names import Scope, build_accessor, is_of_torch, make_readable
 from planner.capture.guards.replaced_names import Frames, Replaceable, find_replaceable, needs_layout
+from planner.capture.guards.stored_values import StoredValues, divide_guards
 from planner.capture.program.numbers import StepNumbers
 from planner.capture.rewrites.sparse_products import get_part_addresses, is_sparse
 from planner.capture.signature import Batch, split_arguments
@@ -98,6 +99,8 @@ class PythonGuards:
 
     Attributes:
         manager: Dynamo's guard manager.
+        others: that of the guards that do not follow from `stored`.
+        stored: the values that the step stores.
         scope: the globals that guards name.
         external: values that must still be the same objects.
         replaceable: functions that must still be the same objects, and environment variables.
@@ -109,6 +112,8 @@ class PythonGuards:
     """
 
     manager: private.CheckFunctionManager
+    others: private.CheckFunctionManager
+    stored: StoredValues
     scope: Scope
     external: tuple[ExternalValue, ...]
     replaceable: Replaceable
@@ -118,19 +123,25 @@ class PythonGuards:
     numbers: StepNumbers | None = None
     later: tuple[LaterCall, ...] = ()
 
-    def check(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Any, ...]:
+    def check(
+        self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], *, is_unchanged: bool
+    ) -> tuple[Any, ...]:
         """Return the numbers of the step if it is as it was captured: that one, or another of the same model and loss function.
+
+        Args:
+            is_unchanged: True if all that the step stores, and all replaceable names, are as they were when all guards passed.
 
         Raises:
             MismatchError: with what changed, from what to what, where it is read, and what to do.
         """
-        if (changed := self.replaceable.describe_change()) is not None:
+        if (changed := self.replaceable.describe_change(is_unchanged=is_unchanged)) is not None:
             raise MismatchError(changed, f": its value is part of the plan; {PLAN_AGAIN}")
         local = {"self": step, "args": args, "kwargs": kwargs}
         # A mode around the step, such as a counter of FLOPs, changes how tensors are dispatched, but not the step. To leave the
         # mode is not enough: guards on tensors of subclasses fail then.
         with no_dispatch() if is_in_torch_dispatch_mode() else nullcontext():
-            if not self.manager.guard_manager.check(local):
+            manager = self.others if is_unchanged else self.manager
+            if not manager.guard_manager.check(local):
                 raise self._build_error(local)
         if self.strides and (strides := _list_strides(args, kwargs)) != self.strides:
             raise MismatchError(
@@ -239,10 +250,14 @@ def build_guards(
     names = {guard.name for guard in graph.guards}
     implied = {name for name in names if _is_of_no_hooks(name, names, local, scope)}
     relevant = [guard for guard in graph.guards if _is_relevant(guard) and guard.name not in implied.union(aliased)]
-    graph._guards = private.GuardsSet(type(graph.guards.inner)(relevant))
+    stored, others = divide_guards(relevant, step)
     # The capture's dispatcher, which is active here, is not when a step is called: guards on tensors compare dispatch keys.
     with private.enter_dynamo_phase("build_guards"), no_python_dispatcher(), private.build_guards_for_plan():
-        manager = captured.build_guards(private.get_traced_fn(step)[0].__code__)
+        code = private.get_traced_fn(step)[0].__code__
+        graph._guards = private.GuardsSet(type(graph.guards.inner)(others))
+        of_others = captured.build_guards(code)
+        graph._guards = private.GuardsSet(type(graph.guards.inner)(relevant))
+        manager = captured.build_guards(code)
     sources = [
         private.get_source_name(source) for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source
     ]
@@ -250,7 +265,9 @@ def build_guards(
     strides = _list_strides(args, kwargs) if needs_layout(frames) else ()
     parts = tuple(get_code(part) for guard in graph.guards for part in guard.code_list or ())
     state = get_global_state()
-    return PythonGuards(manager, scope, external, find_replaceable(frames, step), strides, state, parts, later=tuple(later))
+    replaceable = find_replaceable(frames, step)
+    made_later = tuple(later)
+    return PythonGuards(manager, of_others, stored, scope, external, replaceable, strides, state, parts, later=made_later)
 
 
 def list_guarded_names(output: private.CaptureOutput) -> frozenset[str]:

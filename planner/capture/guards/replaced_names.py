@@ -23,7 +23,7 @@ from torch import nn
 from planner.torch_private.capture import InstructionTranslatorBase
 from planner.torch_private.patches import wrap
 
-_ABSENT = object()
+ABSENT = object()
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 _BETWEEN = {"PUSH_NULL", "EXTENDED_ARG", "CACHE"}
 _ENVIRONMENT = {"environ", "getenv"}
@@ -42,7 +42,7 @@ class TableNames:
         owner: name of the module or class, for messages.
         table: the table itself.
         keys: the names.
-        values: their values when the step was captured; ``_ABSENT`` for missing ones.
+        values: their values when the step was captured; ``ABSENT`` for missing ones.
     """
 
     owner: str
@@ -52,11 +52,11 @@ class TableNames:
 
     def describe_change(self) -> str | None:
         """Return a message about the first name whose object was replaced; None if all are the same."""
-        now = map(self.table.get, self.keys, repeat(_ABSENT))
+        now = map(self.table.get, self.keys, repeat(ABSENT))
         if all(map(is_, now, self.values)):
             return None
-        key, before = next((k, v) for k, v in zip(self.keys, self.values, strict=True) if self.table.get(k, _ABSENT) is not v)
-        return f"{self.owner}.{key} was {'added' if before is _ABSENT else 'replaced'} since the step was planned"
+        key, before = next((k, v) for k, v in zip(self.keys, self.values, strict=True) if self.table.get(k, ABSENT) is not v)
+        return f"{self.owner}.{key} was {'added' if before is ABSENT else 'replaced'} since the step was planned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,13 @@ class Replaceable:
     names: tuple[TableNames, ...]
     environment: Mapping[str, str | None]
 
-    def describe_change(self) -> str | None:
-        """Return a message about the first change since the step was captured; None if there is none."""
-        for names in self.names:
+    def describe_change(self, *, is_unchanged: bool) -> str | None:
+        """Return a message about the first change since the step was captured; None if there is none.
+
+        Args:
+            is_unchanged: True if the names are known to be unchanged.
+        """
+        for names in () if is_unchanged else self.names:
             if (changed := names.describe_change()) is not None:
                 return changed
         for name, value in self.environment.items():
@@ -114,7 +118,7 @@ def _group_in_table(owner: type | Table, keys: tuple[str, ...]) -> TableNames:
         said = f"{owner.__module__}.{owner.__qualname__}"
     else:
         table, said = owner, str(owner.get("__name__"))
-    return TableNames(said, table, keys, tuple(table.get(key, _ABSENT) for key in keys))
+    return TableNames(said, table, keys, tuple(table.get(key, ABSENT) for key in keys))
 
 
 def _iterate_names(frames: Frames, step: nn.Module) -> Iterator[_Name]:
@@ -163,13 +167,13 @@ def _iterate_along(scope: Table, path: Iterable[str]) -> Iterator[_Name]:
     """Yield the first name along `path`, through modules, that is a function, a class, or missing."""
     table = scope
     for key in path:
-        value = table.get(key, _ABSENT)
+        value = table.get(key, ABSENT)
         if isinstance(value, ModuleType):
             if value.__name__.partition(".")[0] in sys.stdlib_module_names:
                 return
             table = vars(value)
             continue
-        if callable(value) or (value is _ABSENT and table is not scope):
+        if callable(value) or (value is ABSENT and table is not scope):
             yield table, key
         return
 

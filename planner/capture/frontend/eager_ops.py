@@ -80,6 +80,7 @@ def keep_ops_as_eager() -> Iterator[None]:
                 _remove(op, decompositions)
         stack.enter_context(capture_batch_norms_as_eager())
         stack.enter_context(capture_products_as_eager())
+        stack.enter_context(_keep_layout_of_istft())
         stack.enter_context(_keep_dynamo_as_eager())
         stack.enter_context(record_written_strides())
         stack.enter_context(keep_random_ops_in_graphs())
@@ -105,6 +106,19 @@ def _remove(op: OpOverload, kernels: dict[DispatchKey, Callable[..., Any]]) -> N
 def _restore(op: OpOverload, kernels: dict[DispatchKey, Callable[..., Any]]) -> None:
     op.py_kernels.update(kernels)
     op._dispatch_cache.clear()
+
+
+@contextmanager
+def _keep_layout_of_istft() -> Iterator[None]:
+    """Give the gradient of the input of ``istft`` eager PyTorch's layout, on which the rounding of sums over it depends."""
+    kernels = aten.istft.default.py_kernels
+    called = {key: partial(_call_with_copied_gradient, kernels[key]) for key in _AUTOGRAD_KEYS if key in kernels}
+    with register_python_kernels(aten.istft.default, called):
+        yield
+
+
+def _call_with_copied_gradient(decompose: Callable[..., torch.Tensor], spectrum: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return decompose(torch.view_as_complex(torch.view_as_real(spectrum.resolve_conj())), *args, **kwargs)
 
 
 @contextmanager

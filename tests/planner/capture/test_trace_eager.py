@@ -88,6 +88,17 @@ def test_functions_are_bitwise_equal_to_eager(name: str) -> None:
     assert captured == eager
 
 
+def turn_spectrum(phase: Tensor, signal: Tensor) -> Tensor:
+    window = torch.hann_window(64)
+    spectrum = torch.stft(signal, 64, 16, window=window, return_complex=True)
+    return torch.istft(spectrum * torch.polar(torch.ones_like(phase), phase), 64, 16, window=window, length=512)
+
+
+def test_gradients_of_istft_are_bitwise_equal_to_eager() -> None:
+    torch.manual_seed(0)
+    captured_as_eager(on_parameter(lambda *given: weighted(turn_spectrum(*given)), 33, 1), None, (torch.randn(4, 512),))
+
+
 @pytest.mark.parametrize("zeros", [0, 1, 3])
 @pytest.mark.parametrize("kwargs", [{}, {"dim": 1}, {"dim": 0, "keepdim": True, "dtype": torch.float64}], ids=str)
 def test_prod_gradient_is_bitwise_equal_to_eager(zeros: int, kwargs: dict[str, Any]) -> None:

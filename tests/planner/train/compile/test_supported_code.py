@@ -540,3 +540,17 @@ def compute_matched_loss(found: torch.Tensor, targets: torch.Tensor) -> torch.Te
 
 def test_predictions_are_matched_with_targets_by_scipy_as_in_eager_mode() -> None:
     check_trains_as_eager(lambda: Between(lambda _, x: x), compute_matched_loss, lambda number: batch_of(number % 2))
+
+
+class Averaging(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+def make_averaging() -> nn.Module:
+    first, second = nn.BatchNorm1d(32, momentum=None), Averaging(32, momentum=None, affine=False)
+    return Between(lambda model, x: model.second(model.first(x)), first=first, second=second)
+
+
+def test_batch_norms_average_over_all_batches_as_in_eager_mode() -> None:
+    check_trains_as_eager(make_averaging, F.mse_loss, batch_of)

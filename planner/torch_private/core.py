@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
+from traceback import walk_tb
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from torch._C._profiler import _EventType  # tells allocations from ops
 from torch._dispatch.python import no_python_dispatcher  # ops are timed without the capture's dispatcher
 from torch._guards import detect_fake_mode  # new values in a graph have its fake mode
 from torch._ops import (
+    HigherOrderOperator,  # takes functions as arguments
     OpOverload,  # the target of nodes
     OpOverloadPacket,  # to go over all operators
 )
@@ -255,6 +257,12 @@ def enter_autocast_anew() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
+
+
+def find_higher_order_operator(error: BaseException) -> str | None:
+    """Return the name of the higher-order operator (``cond``, ``scan``) in whose call `error` was raised; None if in none."""
+    callers = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    return next((caller.name() for caller in callers if isinstance(caller, HigherOrderOperator)), None)
 
 
 def _make_functional_leaf(make: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:

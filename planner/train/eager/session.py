@@ -30,6 +30,7 @@ from planner.show.facts.timeline import Timeline
 from planner.show.report.page import write_pages
 from planner.torch_private.checkpoints import Hooks, pack_recomputed
 from planner.torch_private.core import (
+    find_higher_order_operator,
     is_functional_tensor,
     is_functorch_wrapped,
     let_transforms_disable_hooks,
@@ -172,21 +173,22 @@ class Rematerialization:
         ACTIVE.session = self
         return self
 
+    @shorten_traceback
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop recording. Saved tensors that are still evicted are recomputed when a backward pass reads them."""
         ACTIVE.session = None
         if isinstance(error, BudgetError):
             error.add_note(self._build_advice())
         self._block.__exit__(kind, error, trace)
+        if isinstance(error, AssertionError | NotImplementedError) and (name := find_higher_order_operator(error)) is not None:
+            raise UsageError(
+                f"planner.rematerialize does not support {name}, a higher-order operator: run that part of the model outside of "
+                "the block, or train with planner.checkpoint"
+            ) from error
         if isinstance(error, PlannerError):
             shorten(error)
         elif isinstance(error, Exception):
             show_as_eager(error)
-        if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
-            error.add_note(
-                "planner.rematerialize does not support higher-order operators: run that part of the model outside of the block, "
-                "or plan the step with planner.compile"
-            )
 
     @property
     def _entered(self) -> Recorder:

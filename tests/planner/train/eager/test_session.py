@@ -560,11 +560,12 @@ def test_tensors_that_wrap_others_do_not_count() -> None:
     assert len(left) == len(wrapped)
 
 
-def test_higher_order_operators_raise() -> None:
-    x = torch.randn(4)
-    with pytest.raises(NotImplementedError) as caught, rematerialize("1GB"):
-        torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
-    assert "does not support higher-order operators" in caught.value.__notes__[-1]
+@pytest.mark.parametrize("trained", [False, True])
+def test_higher_order_operators_raise(trained: bool) -> None:
+    x = torch.randn(4, requires_grad=trained)
+    weight = torch.randn(4, requires_grad=trained)
+    with pytest.raises(UsageError, match="does not support cond, a higher-order operator"), rematerialize("1GB"):
+        torch.cond(x.sum() > 0, lambda x: x * weight, torch.cos, (x,))
 
 
 def test_vmap_without_gradients_works() -> None:

@@ -29,6 +29,7 @@ from planner.capture.frontend.dynamo_patches import (
     guard_missing_attributes,
     ignore_cudnn_flags,
     keep_attributes,
+    leave_out_saving_where,
     read_generic_aliases,
     read_numpy_floats,
     read_optimizers,
@@ -355,6 +356,7 @@ def _trace_with_later_values(
             requires_grad = dynamo.enter_context(follow_requires_grad_writes())
             write_data = write_data_in_place_where(lambda _: True, dynamo)
             average_statistics_where(lambda _: True, dynamo)
+            leave_out_saving_where(lambda _: True, dynamo)
             drop_hooks = dynamo.enter_context(follow_removed_hooks())
             hooks = dynamo.enter_context(call_gradient_hooks(later))
             dynamo.enter_context(

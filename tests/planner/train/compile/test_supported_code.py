@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import distributions, nn
 from torch.distributions import kl
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import planner
 from graphs.errors import MismatchError, TraceError
@@ -540,6 +541,15 @@ def compute_matched_loss(found: torch.Tensor, targets: torch.Tensor) -> torch.Te
 
 def test_predictions_are_matched_with_targets_by_scipy_as_in_eager_mode() -> None:
     check_trains_as_eager(lambda: Between(lambda _, x: x), compute_matched_loss, lambda number: batch_of(number % 2))
+
+
+def keep_elsewhere(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu(), set_checkpoint_early_stop(False):
+        return checkpoint(model.middle, x, use_reentrant=False)
+
+
+def test_a_plan_decides_where_saved_tensors_are_kept() -> None:
+    check_trains_as_eager(lambda: Between(keep_elsewhere, middle=nn.Linear(32, 32)), F.mse_loss, batch_of)
 
 
 class Averaging(nn.BatchNorm1d):

@@ -18,6 +18,7 @@ from torch import nn
 from torch._C import DispatchKey  # names the kernels of an operator that are removed or added
 from torch._C._profiler import _EventType  # tells allocations from ops
 from torch._dispatch.python import no_python_dispatcher  # ops are timed without the capture's dispatcher
+from torch._functorch._aot_autograd import graph_capture_wrappers as _graph_capture_wrappers  # copies inputs that are written
 from torch._guards import detect_fake_mode  # new values in a graph have its fake mode
 from torch._ops import (
     HigherOrderOperator,  # takes functions as arguments
@@ -241,9 +242,11 @@ def keep_autocast_cache() -> Iterator[None]:
 
     PyTorch turns autocast's cache off during captures, where it might hold the tensors of another one: it is cleared here. The
     cache takes leaves only. To make a parameter functional, PyTorch adds a node to it that is never used: it is removed again.
+    A parameter that the step writes is a copy there; where autograd does not see the write, none is needed.
     """
     with (
         patch.object(_proxy_tensor, "disable_autocast_cache", enter_autocast_anew),
+        wrap(_graph_capture_wrappers, "maybe_to_fresh_input", _keep_or_copy),
         wrap(FunctionalTensor, "to_functional", _make_functional_leaf),
     ):
         yield
@@ -268,6 +271,14 @@ def find_higher_order_operator(error: BaseException) -> str | None:
 def _make_functional_leaf(make: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     functional = make(tensor)
     return functional.detach_().requires_grad_() if tensor.requires_grad and tensor.is_leaf else functional
+
+
+def _keep_or_copy(copy: Callable[..., Any], index: int, value: Any, meta: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or index not in meta.mutated_inp_runtime_indices:
+        return copy(index, value, meta)
+    info = meta.input_info[index]
+    is_hidden = info.mutations_under_no_grad_or_inference_mode or info.mutations_hidden_from_autograd
+    return value if is_hidden and info.mutates_data else copy(index, value, meta)
 
 
 @contextmanager

@@ -552,6 +552,18 @@ def test_a_plan_decides_where_saved_tensors_are_kept() -> None:
     check_trains_as_eager(lambda: Between(keep_elsewhere, middle=nn.Linear(32, 32)), F.mse_loss, batch_of)
 
 
+def write_between_uses(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = model.middle(x)
+        with torch.no_grad():
+            model.middle.weight.mul_(0.9)
+        return model.middle(hidden.tanh()).float()
+
+
+def test_a_weight_that_is_written_under_autocast_keeps_its_cast() -> None:
+    check_trains_as_eager(lambda: Between(write_between_uses, middle=nn.Linear(32, 32)), F.mse_loss, batch_of)
+
+
 class Averaging(nn.BatchNorm1d):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + 1

@@ -19,6 +19,7 @@ _SANITIZED = (
 _TESTED = (
     "tests/planner/native/test_ledger.py",
     "tests/planner/native/test_passes.py",
+    "tests/planner/native/test_unchanged.py",
     "tests/planner/runtime/test_arena.py",
     *(f"tests/planner/train/eager/test_{name}.py" for name in ("native_recording", "measured_ops")),
 )

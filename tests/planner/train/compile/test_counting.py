@@ -1,5 +1,6 @@
 """Numbers that a step counts itself: a plan counts them in each step, and in none of its measurements."""
 
+import itertools
 import math
 from copy import deepcopy
 
@@ -93,3 +94,17 @@ def test_what_is_no_number_is_refused_by_name() -> None:
     with pytest.raises(TraceError, match=r"model.seen changes at every step .*, and the step reads it"):
         planner.compile(model, None, (torch.randn(4, 8),), budget="1MB")
     assert model.calls == 0 and model.seen == []
+
+
+class Iterating(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count()
+
+    def read(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * (1 + next(self.numbers))
+
+
+def test_an_iterator_that_counts_is_refused_by_name() -> None:
+    with pytest.raises(TraceError, match=r"advances model.numbers, an itertools.count.*self.calls \+= 1"):
+        planner.compile(Iterating(), None, (torch.randn(4, 8),), budget="1MB")

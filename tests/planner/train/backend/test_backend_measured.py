@@ -178,14 +178,14 @@ def test_known_schedules_stay_where_rules_find_none(monkeypatch: pytest.MonkeyPa
     torch.manual_seed(0)
     model = Thirds()
     batch = batch_of(model)
-    _, budget, peaks = tight(model, batch)
+    _, budget, _ = tight(model, batch)
     torch._dynamo.reset()
     step = step_of(compiled(model, budget), batch)
     step()
     for find in ("find_lean_schedule", "find_least_evicting_schedule"):
         monkeypatch.setattr(joint_planning, find, lambda *_, **__: None)
     step()  # in which the graphs are planned together
-    assert measured_bytes(model, batch, step) <= max(peaks)
+    assert measured_bytes(model, batch, step) <= budget + _SCALARS
 
 
 def test_ops_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,15 +43,19 @@ class Hooked(nn.Module):
             elif i == 4:
                 for handle in (x.register_hook(lambda gradient: 3 * gradient), x.register_hook(SEEN.append)):
                     handle.remove()
-                x.register_hook(self.found.append)
+                x.register_hook(self.note)
             i_last = i
         return x.square().mean()
 
+    # Not the gradients: memory that hooks keep is not known to a plan (docs/limits.md).
     def keep(self, gradient: torch.Tensor) -> None:
-        self.last = gradient
+        self.last = gradient.sum()
+
+    def note(self, gradient: torch.Tensor) -> None:
+        self.found.append(gradient.sum())
 
     def normalize(self, gradient: torch.Tensor) -> torch.Tensor:
-        SEEN.append(self.last.sum())
+        SEEN.append(self.last)
         return gradient * self.scale / max(1e-3, float(gradient.norm()))
 
 

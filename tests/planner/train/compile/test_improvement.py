@@ -151,7 +151,7 @@ def test_a_better_plan_takes_the_place_of_the_first(at_once: type[Solved], monke
     first = step.plan
     assert_trains_as_eager(step, model, batch, range(6))
     assert [use.step for use in step.history][:2] == [1, 1]  # found before the first step ran
-    assert step.history[-1].plan.time_s < step.history[0].plan.time_s
+    assert step.history[-1].plan.overhead < step.history[0].plan.overhead  # times are by other costs
     assert step.plan.schedule != first.schedule and step.plan.budget_bytes == first.budget_bytes
     assert step.plan.measured_peak_bytes is not None
     assert step.plan.measured_peak_bytes == step.plan.peak_bytes <= step.plan.budget_bytes

@@ -151,6 +151,7 @@ class Signature:
         names: name of each leaf, for messages.
         values: for each leaf None if it is a tensor, else a tuple of its value, which is part of the graph.
         trained: for each leaf True if it is a tensor that requires grad, and gets a gradient.
+        devices: for each leaf the type of its device, "" if it is no tensor; a step on CUDA may read lengths on the CPU.
         returned: structure of the loss and the other results, as ``split_returned`` gives them; and of the tensors for later
             calls, if there are any.
         unread: positions of leaves whose values the graph does not depend on.
@@ -160,6 +161,7 @@ class Signature:
     names: tuple[str, ...]
     values: tuple[tuple[object] | None, ...]
     trained: tuple[bool, ...]
+    devices: tuple[str, ...]
     returned: pytree.TreeSpec
     unread: frozenset[int] = frozenset()
 
@@ -169,7 +171,8 @@ class Signature:
         flat, given = pytree.tree_flatten(split_arguments(batch))
         values = tuple(None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat)
         trained = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flat)
-        return Signature(given, _list_names(split_arguments(batch)), values, trained, returned, frozenset(unread))
+        devices = tuple(leaf.device.type if isinstance(leaf, torch.Tensor) else "" for leaf in flat)
+        return Signature(given, _list_names(split_arguments(batch)), values, trained, devices, returned, frozenset(unread))
 
     def flatten(self, *args: object, **kwargs: object) -> list[object]:
         """Return the leaves of a call in the order of the captured one; raise MismatchError if the call has another structure."""

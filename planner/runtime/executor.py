@@ -312,10 +312,10 @@ class Executor:
                     f"{name} of the batch is {type(given).__name__}, but the step was planned for a tensor "
                     f"{planned.dtype}{list(planned.shape)}"
                 )
-            if given.device.type != self._device_type:
+            if given.device.type != (device := self.signature.devices[index]):
                 raise MismatchError(
-                    f"{name} of the batch is on {given.device}, but the step was planned for {self._device_type}: move it there "
-                    f"with .to({self._device_type!r})"
+                    f"{name} of the batch is on {given.device}, but the step was planned for {device}: move it there with "
+                    f".to({device!r})"
                 )
             if tuple(given.shape) != planned.shape or _format_dtype(given) != planned.dtype:
                 raise MismatchError(
@@ -344,13 +344,14 @@ class Executor:
         """
         other: list[tuple[str, torch.Tensor, Tensor]] = []
         for source in self.inputs:
-            planned, given = self.graph.tensors[source.tensor], leaves[int(source.name)]
-            if not isinstance(given, torch.Tensor) or given.device.type != self._device_type:
+            planned, index = self.graph.tensors[source.tensor], int(source.name)
+            given = leaves[index]
+            if not isinstance(given, torch.Tensor) or given.device.type != self.signature.devices[index]:
                 return
             if _format_dtype(given) != planned.dtype or given.dim() != len(planned.shape):
                 return
             if tuple(given.shape) != planned.shape:
-                other.append((self.signature.names[int(source.name)], given, planned))
+                other.append((self.signature.names[index], given, planned))
         if other:
             differing = "; ".join(
                 f"{name} of the batch is {planned.dtype}{list(given.shape)}, but the step was planned for "

@@ -78,10 +78,11 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
             an op of the program that is neither executed nor replaced; a kept tensor missing at the end; ops that use more of a
             resource than the graph allows.
     """
-    if id(graph) not in _known:
+    remembered = _known.get(id(graph))
+    if remembered is None:
         weakref.finalize(graph, _known.pop, id(graph), None).atexit = False
-    remembered = lru_cache(_REMEMBERED)(partial(_simulate, weakref.ref(graph)))
-    return _known.setdefault(id(graph), remembered)(schedule)
+        remembered = _known[id(graph)] = lru_cache(_REMEMBERED)(partial(_simulate, weakref.ref(graph)))
+    return remembered(schedule)
 
 
 def _simulate(reference: weakref.ref[Graph], schedule: Schedule) -> Simulation:

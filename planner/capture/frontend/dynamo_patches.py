@@ -21,7 +21,6 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from graphs.errors import TraceError
 from graphs.short_tracebacks import warn_caller
-from planner.capture.frontend import host_functions as host_functions  # registers them with Dynamo
 from planner.capture.frontend.source_lines import find_current_line, find_traced_line, format_location
 from planner.capture.guards.names import make_readable
 from planner.capture.rewrites.outputs import get_storage, is_same_layout, list_tensors

@@ -7,6 +7,7 @@ Batch norms with ``momentum=None`` average over all batches, by a factor that Py
 Known weakness: the statistics of such a layer are computed twice.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -15,20 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.optimize import linear_sum_assignment
 
 from planner.torch_private import capture as private
-from planner.torch_private.capture import substitute_in_graph
 from planner.torch_private.patches import wrap
 
-_solve = linear_sum_assignment
 _FORWARD = torch.nn.BatchNorm1d.forward
 
 
 @torch.library.custom_op("planner::linear_sum_assignment", mutates_args=(), device_types="cpu")
 def assign(costs: torch.Tensor, maximize: bool) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: FBT001 (an operator's)
     """Return the rows and columns of an optimal assignment."""
-    rows, columns = _solve(costs.detach().numpy(), maximize)
+    from scipy.optimize import linear_sum_assignment
+
+    rows, columns = linear_sum_assignment(costs.detach().numpy(), maximize)
     return torch.from_numpy(rows), torch.from_numpy(columns)
 
 
@@ -38,8 +38,7 @@ def describe_assignment(costs: torch.Tensor, maximize: bool) -> tuple[torch.Tens
     return tuple(costs.new_empty(min(costs.shape), dtype=torch.long) for _ in range(2))  # type: ignore[return-value]
 
 
-@substitute_in_graph(linear_sum_assignment, skip_signature_check=True)
-def call_assign(cost_matrix: torch.Tensor | np.ndarray, maximize: bool = False) -> tuple[np.ndarray, np.ndarray]:  # noqa: FBT001, FBT002
+def _call_assign(cost_matrix: torch.Tensor | np.ndarray, maximize: bool = False) -> tuple[np.ndarray, np.ndarray]:  # noqa: FBT001, FBT002
     """Return what SciPy returns, in captured code."""
     rows, columns = assign(torch.as_tensor(cost_matrix), maximize)
     return rows.numpy(), columns.numpy()
@@ -69,10 +68,19 @@ def _normalize(norm: Any, value: torch.Tensor) -> torch.Tensor:
     return F.batch_norm(value, None, None, norm.weight, norm.bias, training=True, eps=norm.eps)
 
 
-def average_statistics_where(wanted: Callable[[Any], bool], stack: ExitStack) -> None:
-    """Capture batch norms with ``momentum=None`` in the frames that are `wanted`, until `stack` is closed."""
+def follow_host_functions_where(wanted: Callable[[Any], bool], stack: ExitStack) -> None:
+    """Capture these functions in the frames that are `wanted`, until `stack` is closed."""
+    stack.enter_context(wrap(private.InstructionTranslatorBase, "call_function", partial(_call_or_assign, wanted)))
     method = "inline_user_function_return"
     stack.enter_context(wrap(private.InstructionTranslatorBase, method, partial(_inline_or_average, wanted)))
+
+
+def _call_or_assign(wanted: Callable[[Any], bool], call: Any, tx: Any, function: Any, args: Any, kwargs: Any) -> None:
+    optimize = sys.modules.get("scipy.optimize")  # 18 MB and 0.1 s, for steps that call it
+    if optimize is not None and getattr(function, "value", None) is optimize.linear_sum_assignment and wanted(tx):
+        assign_as_op: Any = _call_assign
+        function = private.UserFunctionVariable(assign_as_op)
+    call(tx, function, args, kwargs)
 
 
 def _inline_or_average(

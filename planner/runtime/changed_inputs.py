@@ -2,9 +2,9 @@
 
 Eager PyTorch allows it where autograd has not saved the tensor. A plan that recomputes ops reads their inputs again in the
 backward pass, so it needs the values of the forward pass. In the first step copies are taken of all tensors that only
-recomputed ops read, as far as they fit below the plan's peak between the passes, and freed before the backward pass begins if
-nothing was written; a copy also shows writes through ``.data``. Where something was, the copy is read, and later steps keep one
-by plans that count it.
+recomputed ops read, as far as they fit in the budget between the passes, and freed before the backward pass begins if nothing
+was written; a copy also shows writes through ``.data``. Where something was, the copy is read, and later steps keep one by plans
+that count it.
 
 Copies in every step would cost memory and time in all models for the few that write. A copy at the time of the write is not
 possible: PyTorch counts writes to a tensor, but calls nothing before them.

@@ -97,7 +97,7 @@ class Executor:
             sharding: how the parameters of the model are sharded; None if they are not.
         """
         check_runnable(capture.graph, capture.program)
-        self._peak_bytes = simulate(capture.graph, schedule).peak_bytes
+        simulate(capture.graph, schedule)
         self.graph = capture.graph
         self.program = capture.program
         self.signature = capture.signature
@@ -171,8 +171,7 @@ class Executor:
             self.arena.budget_bytes = budget_bytes - self.graph.static_bytes
         self.check_writes, self._trains = check_writes, True
         if not isinstance(self.arena, DeviceArena):  # else there is no room between the passes; a slab gives idle pages back
-            used_bytes = self.graph.static_bytes + count_kept_bytes(self.graph, self.schedule)
-            self.changed_inputs.begin(self._peak_bytes - used_bytes)
+            self.changed_inputs.begin(budget_bytes - self.graph.static_bytes - count_kept_bytes(self.graph, self.schedule))
 
     def use_arena(self, shared: SharedSlab | SharedPool, offsets: Sequence[int] = ()) -> None:
         """Run the following steps in an arena: ``planner.runtime.arena``, or on CUDA ``planner.runtime.cuda.device_arena``.

@@ -152,10 +152,6 @@ class Level:
         self.bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
-    def reset_peak(self) -> None:
-        """Reset the peak to the current value."""
-        self.peak_bytes = self.bytes
-
 
 _Key = tuple[PoolId, int, bool]  # of a pool of blocks: of which pool, stream, and if small
 
@@ -239,7 +235,7 @@ class CachingAllocator:
     def reset_peaks(self) -> None:
         """Reset all peaks to the current values."""
         for level in (self.allocated, self.requested, self.reserved):
-            level.reset_peak()
+            level.peak_bytes = level.bytes
 
     def count_pool_bytes(self, pool: PoolId) -> int:
         """Return the bytes of the segments of `pool`."""
@@ -457,7 +453,7 @@ class CachingAllocator:
         if block.mapped:
             insort(self._free.setdefault(_get_key(block), []), _make_entry(block), key=lambda entry: entry[:3])
         else:
-            insort(self._unmapped.setdefault(_get_key(block), []), block, key=_get_address)
+            insort(self._unmapped.setdefault(_get_key(block), []), block, key=lambda one: (one.segment.number, one.offset))
 
     def _take_out(self, block: Block) -> None:
         if block.mapped:
@@ -476,10 +472,6 @@ def _get_key(block: Block) -> _Key:
 
 def _make_entry(block: Block) -> tuple[int, int, int, Block]:
     return block.size_bytes, block.segment.number, block.offset, block
-
-
-def _get_address(block: Block) -> tuple[int, int]:
-    return block.segment.number, block.offset
 
 
 def _merge(block: Block, neighbour: Block) -> None:

@@ -50,12 +50,10 @@ class Training:
         At one moment what ends goes first. What stays at the end has no free.
         """
         end = max((buffer.upper for buffer in self.buffers), default=0)
-        frees = ((b.upper, 0, i) for i, b in enumerate(self.buffers) if b.upper < end or self._is_passing(b, end))
+        passing = end - self.moments  # what begins later is a workspace of the last step, which it frees itself
+        frees = ((b.upper, 0, i) for i, b in enumerate(self.buffers) if b.upper < end or b.lower >= passing)
         starts = ((b.lower, 1, i) for i, b in enumerate(self.buffers))
         return tuple((time, index, bool(kind)) for time, kind, index in sorted((*frees, *starts)))
-
-    def _is_passing(self, buffer: Buffer, end: int) -> bool:
-        return buffer.upper == end and buffer.lower >= end - self.moments
 
 
 def training_of(graph: Graph, schedule: Schedule, *, pool: str = DEVICE, library_bytes: Sequence[int] = ()) -> Training:

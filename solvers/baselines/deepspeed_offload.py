@@ -30,9 +30,8 @@ def solve(request: Request) -> Result:
 
 
 def _generate_trials(offer: Offer, budget_bytes: int) -> Iterator[Candidate]:
-    large = [
-        t for t in offer.list_saved() if offer.get_size_bytes(t) >= _LEAST_BYTES and _is_floating(offer.program.tensors[t].dtype)
-    ]
+    dtypes = {t: offer.program.tensors[t].dtype for t in offer.list_saved() if offer.get_size_bytes(t) >= _LEAST_BYTES}
+    large = [t for t, dtype in dtypes.items() if not dtype or "float" in dtype]  # if unknown, it counts as floating point
     eligible = offer.select_fitting(sorted(large, key=lambda t: -offer.get_size_bytes(t)))
     plan = _OffloadPlan(offer, eligible)
     forward = [op.id for op in offer.program.ops if op.phase is Phase.FORWARD]
@@ -46,11 +45,6 @@ def _generate_trials(offer: Offer, budget_bytes: int) -> Iterator[Candidate]:
             else:
                 moved.append(t)
         yield Candidate(_OffloadPlan(offer, moved).reload_early(budget_bytes), {"floor": name})
-
-
-def _is_floating(dtype: str) -> bool:
-    """Return True if the dtype is of floating point, or unknown."""
-    return not dtype or "float" in dtype
 
 
 class _OffloadPlan:

@@ -10,7 +10,7 @@ modules without a number belong to no block;
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from graphs.ir import Graph, Phase
 
@@ -73,9 +73,12 @@ class ModuleTree:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.paths: list[Path] = [tuple(op.module.split(".")) if _has_module(graph, op.id) else () for op in graph.ops]
+        self.paths: list[Path] = [
+            tuple(op.module.split(".")) if op.phase is Phase.FORWARD and op.module else () for op in graph.ops
+        ]
         there = sorted({path for path in self.paths if path})
-        self.root = _find_common_prefix(there[0], there[-1]) if there else ()
+        ends = zip(there[0], there[-1], strict=False) if there else ()
+        self.root = tuple(part for part, _ in takewhile(lambda parts: parts[0] == parts[1], ends))
         self.depth = max((len(path) for path in there), default=0) - len(self.root)
         self.compound = {path[:end] for path in there for end in range(len(path))}
         self.lists = self._find_lists()
@@ -131,15 +134,3 @@ class ModuleTree:
             if runs.get(container, 0) > 1 and once:
                 lists.add(container)
         return frozenset(lists)
-
-
-def _has_module(graph: Graph, op_id: int) -> bool:
-    op = graph.ops[op_id]
-    return op.phase is Phase.FORWARD and bool(op.module)
-
-
-def _find_common_prefix(a: Path, b: Path) -> Path:
-    end = 0
-    while end < min(len(a), len(b)) and a[end] == b[end]:
-        end += 1
-    return a[:end]

@@ -92,7 +92,8 @@ class OnlineRun:
         self.deallocation, self.stop = deallocation, stop
         self.thrash_s = (thrash_factor - 1.0) * graph.time_s
         count = len(graph.tensors)
-        self.estimates_s = [heuristic.estimate_s(op.time_s, _count_moved_bytes(graph, op)) for op in graph.ops]
+        moved_bytes = [sum(graph.tensors[t].size_bytes for t in (*op.inputs, *op.outputs)) for op in graph.ops]
+        self.estimates_s = [heuristic.estimate_s(op.time_s, moved_bytes[op.id]) for op in graph.ops]
         self.ledger = Ledger(heuristic)
         self.storage = [-1] * count
         self.tensor: dict[int, int] = {}  # by storage
@@ -312,10 +313,6 @@ class OnlineRun:
         self.banished[t] = True
         self.ledger.drop(self.storage[t])
         self.storage[t] = -1
-
-
-def _count_moved_bytes(graph: Graph, op: Op) -> int:
-    return sum(graph.tensors[t].size_bytes for t in (*op.inputs, *op.outputs))
 
 
 def solve_online(

@@ -105,10 +105,6 @@ class ForwardStages:
             reach[t] = (made, self.find_stage(readers[-1]) if crossed else made)
         return reach
 
-    def list_advancing(self, stage: int) -> list[int]:
-        """Return the ops of `stage` that produce the tensors crossing the cut after it."""
-        return find_needed(self.graph, self.crossing[stage], self.ops[stage], self.absent)
-
     def schedule(self, plan: Iterable[StageRun]) -> Schedule:
         """Return the schedule that runs stages as in `plan`, and the rest of the program in between.
 
@@ -142,8 +138,8 @@ class ForwardStages:
         ops = self.ops[step.stage]
         if not again:
             return ops
-        if not step.saving:
-            return self.list_advancing(step.stage)
-        made = (t for i in ops for t in self.graph.ops[i].outputs)
-        left = [t for t in made if t in self.reach and self.graph.consumers[t][-1] >= ready]
-        return find_needed(self.graph, left, ops, self.absent)
+        wanted: Iterable[int] = self.crossing[step.stage]
+        if step.saving:
+            made = (t for i in ops for t in self.graph.ops[i].outputs)
+            wanted = [t for t in made if t in self.reach and self.graph.consumers[t][-1] >= ready]
+        return find_needed(self.graph, wanted, ops, self.absent)

@@ -95,7 +95,9 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         arguments = parser.parse_args(argv)
         if arguments.version:
-            _show_version()
+            from planner import __version__
+
+            print(f"planner {__version__}")
             return DONE
         if arguments.command is None:
             parser.print_help()
@@ -123,12 +125,6 @@ def build_parser() -> Parser:
     for module in _COMMANDS.values():
         module.add(commands)
     return parser
-
-
-def _show_version() -> None:
-    from planner import __version__
-
-    print(f"planner {__version__}")
 
 
 def _close_stdout() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphs.clocks import find_passages
-from graphs.ir import Graph, Op, Tensor
+from graphs.ir import Op, Tensor
 from graphs.pools import DEVICE
 from graphs.schedule import Compute
 from planner.show.facts.timeline import Execution, Timeline
@@ -109,17 +109,13 @@ def list_offloads(timeline: Timeline) -> tuple[Offload, ...]:
     back: list[list[Execution]] = []
     there: dict[int, int] = {}  # by tensor in another pool, the offload that made it last
     for execution in timeline.executions:
-        for source, made in _iterate_copied(graph, execution.op):
-            if source.pool == DEVICE:
-                there[made.id] = len(found)
-                found.append((source, made, execution))
-                back.append([])
-            elif source.id in there:
-                back[there[source.id]].append(execution)
+        if not (graph.crosses_pools(execution.op) and DEVICE in graph.ends(execution.op)):
+            continue
+        source, made = graph.tensors[execution.op.inputs[0]], graph.tensors[execution.op.outputs[0]]
+        if source.pool == DEVICE:
+            there[made.id] = len(found)
+            found.append((source, made, execution))
+            back.append([])
+        elif source.id in there:
+            back[there[source.id]].append(execution)
     return tuple(Offload(*offload, tuple(came)) for offload, came in zip(found, back, strict=True))
-
-
-def _iterate_copied(graph: Graph, op: Op) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the device tensor that a transfer copies, and the tensor in the other pool."""
-    if graph.crosses_pools(op) and DEVICE in graph.ends(op):
-        yield graph.tensors[op.inputs[0]], graph.tensors[op.outputs[0]]

@@ -239,9 +239,10 @@ class _Drawing:
     def draw_addresses(self) -> tuple[str, ...]:
         """Draw where tensors lie over the step, as the allocator puts them and as planned; return a caption for each."""
         reserved, planned = self.facts.reserved, self.facts.planned
-        drawn = [] if planned is None else [(planned, _describe_planned(planned))]
-        if reserved is not None:
-            drawn.insert(0, (reserved, _describe_places(reserved)))
+        drawn = [] if reserved is None else [(reserved, _describe_places(reserved))]
+        if planned is not None:
+            size = format_bytes(planned.total_bytes)
+            drawn.append((planned, f"as they could be planned in one arena: {size}, with static memory outside of it"))
         drawn = [(addresses, caption) for addresses, caption in drawn if addresses.stays]
         for index, (addresses, _) in enumerate(drawn):
             self._draw_addresses(f"addresses{index}", addresses)
@@ -484,7 +485,3 @@ def _describe_places(addresses: StepAddresses) -> str:
     if not count:
         return f"as they are planned in the arena of the step: {total}, with requests of up to 1 MiB outside of it"
     return f"as PyTorch's caching allocator puts them: {count:,} segments of {total} in all, with static memory in the gaps"
-
-
-def _describe_planned(addresses: StepAddresses) -> str:
-    return f"as they could be planned in one arena: {format_bytes(addresses.total_bytes)}, with static memory outside of it"

@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_executable
-from types import TracebackType
-from typing import Any, Self
+from types import MappingProxyType, TracebackType
+from typing import IO, Any, Self
 
 _COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from {module} import main; main()"
 
@@ -21,8 +22,14 @@ _COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from {module} import main; m
 class ChildProcess:
     """The child process; leaving the ``with`` statement, or ``end``, kills it. It exits by itself when its parent is gone."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(
+        self, module: str, *, said: IO[bytes] | None = None, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Start a process that imports `module` and calls its function ``main``.
+
+        Args:
+            said: file for its output and errors; None: they are dropped.
+            variables: environment variables that differ from this process's.
 
         Raises:
             OSError: it cannot be started.
@@ -33,15 +40,11 @@ class ChildProcess:
         here, there = socket.socketpair()
         with here, there:
             self.process = subprocess.Popen(
-                [
-                    os.fsdecode(program),
-                    "-c",
-                    _COMMAND.format(module=module),
-                    *sys.path,
-                ],
+                [os.fsdecode(program), "-c", _COMMAND.format(module=module), *sys.path],
                 stdin=there.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stdout=said or subprocess.DEVNULL,
+                stderr=said or subprocess.DEVNULL,
+                env=os.environ | variables,
                 # Ctrl-C is for the parent; but priorities hold among the processes of one session.
                 process_group=0,
             )
@@ -82,8 +85,12 @@ class ChildProcess:
 
 
 def connect_to_parent() -> Connection:
-    """Return the connection to the process that started this one."""
-    return Connection(os.dup(0))
+    """Return the connection to the process that started this one; processes that this one starts do not inherit it."""
+    connection = Connection(os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return connection
 
 
 def describe_error(error: Exception) -> str:

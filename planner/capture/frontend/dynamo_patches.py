@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch.distributions import Distribution
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from graphs.errors import TraceError
 from graphs.short_tracebacks import warn_caller
@@ -466,23 +465,6 @@ def ignore_cudnn_flags(device: torch.device) -> Iterator[None]:
 
 def _ignore_flags(*_: object, **__: object) -> AbstractContextManager[None]:
     return nullcontext()
-
-
-# Contexts that say where eager PyTorch keeps what it saves for the backward pass, which a plan decides itself.
-_OF_SAVED_TENSORS: tuple[Any, ...] = (torch.autograd.graph.save_on_cpu, set_checkpoint_early_stop)
-
-
-def leave_out_saving_where(wanted: Callable[[private.InstructionTranslatorBase], bool], stack: ExitStack) -> None:
-    """Leave out ``save_on_cpu`` and ``set_checkpoint_early_stop`` in the frames that are `wanted`, until `stack` is closed."""
-    stack.enter_context(wrap(private.InstructionTranslatorBase, "call_function", partial(_call_or_leave_out, wanted)))
-
-
-def _call_or_leave_out(wanted: Callable[[Any], bool], call: Any, tx: Any, function: Any, args: Any, kwargs: Any) -> None:
-    called = getattr(function, "value", getattr(function, "fn", None))
-    if any(called is each for each in _OF_SAVED_TENSORS) and wanted(tx):
-        ignore: Any = _ignore_flags
-        function = private.UserFunctionVariable(ignore)
-    call(tx, function, args, kwargs)
 
 
 @contextmanager

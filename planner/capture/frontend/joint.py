@@ -29,7 +29,6 @@ from planner.capture.frontend.dynamo_patches import (
     guard_missing_attributes,
     ignore_cudnn_flags,
     keep_attributes,
-    leave_out_saving_where,
     read_generic_aliases,
     read_numpy_floats,
     read_optimizers,
@@ -53,10 +52,10 @@ from planner.capture.frontend.effects import (
 from planner.capture.frontend.failures import build_failure, get_own_message
 from planner.capture.frontend.fake_execution import run_on_fakes
 from planner.capture.frontend.gradient_hooks import call_gradient_hooks
-from planner.capture.frontend.host_functions import follow_host_functions_where
 from planner.capture.frontend.later_values import LaterValues, skip_metrics, take_values_later
 from planner.capture.frontend.module_hooks import follow_removed_hooks
 from planner.capture.frontend.preserved_state import make_first_call, preserve_state
+from planner.capture.frontend.replaced_calls import replace_calls_where
 from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_traced_line, format_location, has_stopped_in_library
 from planner.capture.frontend.symbolic_numbers import SymbolicNumbers
 from planner.capture.guards.branches import DataBranches, needs_values
@@ -355,8 +354,7 @@ def _trace_with_later_values(
             dynamo.enter_context(forbid_python_random())
             requires_grad = dynamo.enter_context(follow_requires_grad_writes())
             write_data = write_data_in_place_where(lambda _: True, dynamo)
-            follow_host_functions_where(lambda _: True, dynamo)
-            leave_out_saving_where(lambda _: True, dynamo)
+            replace_calls_where(lambda _: True, dynamo)
             drop_hooks = dynamo.enter_context(follow_removed_hooks())
             hooks = dynamo.enter_context(call_gradient_hooks(later))
             dynamo.enter_context(

@@ -22,9 +22,9 @@ from torch import fx
 from graphs.errors import PlannerError, TraceError
 from graphs.ir import Graph
 from graphs.short_tracebacks import shorten_traceback, warn_caller
-from planner.capture.frontend.dynamo_patches import call_at_end, leave_out_saving_where, write_data_in_place_where
+from planner.capture.frontend.dynamo_patches import call_at_end, write_data_in_place_where
 from planner.capture.frontend.eager_ops import keep_dynamo_as_eager_where, keep_ops_as_eager
-from planner.capture.frontend.host_functions import follow_host_functions_where
+from planner.capture.frontend.replaced_calls import replace_calls_where
 from planner.capture.guards.names import make_readable
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import CHECKS
@@ -283,8 +283,7 @@ def _is_run_as_eager(translator: private.InstructionTranslatorBase) -> bool:
 
 # Must run before Dynamo calls a backend for any frame.
 keep_dynamo_as_eager_where(_is_run_as_eager, ExitStack())
-follow_host_functions_where(_is_planned, ExitStack())
-leave_out_saving_where(_is_planned, ExitStack())
+replace_calls_where(_is_planned, ExitStack())
 private.fix_sizes_where(_is_planned)
 ExitStack().enter_context(call_at_end(write_data_in_place_where(_is_planned, ExitStack())))
 # NumPy's random numbers are drawn by NumPy: Dynamo would take them from PyTorch's generator. It leaves out code with an LSTM.

@@ -298,6 +298,16 @@ def _disable_set(
 
 
 @contextmanager
+def enable_saved_tensors_hooks() -> Iterator[None]:
+    """Call hooks on saved tensors while AOTAutograd traces, which disables them."""
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+
+
+@contextmanager
 def silence_fakes() -> Iterator[None]:
     """Suppress the log entries of ops that fail on fake tensors in this thread: the error has the message."""
     before = _ARE_LOGGED.set(False)

@@ -56,6 +56,7 @@ from planner.capture.frontend.later_values import LaterValues, skip_metrics, tak
 from planner.capture.frontend.module_hooks import follow_removed_hooks
 from planner.capture.frontend.preserved_state import make_first_call, preserve_state
 from planner.capture.frontend.replaced_calls import replace_calls_where
+from planner.capture.frontend.saved_tensors import remove_saved_tensors_hooks
 from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_traced_line, format_location, has_stopped_in_library
 from planner.capture.frontend.symbolic_numbers import SymbolicNumbers
 from planner.capture.guards.branches import DataBranches, needs_values
@@ -387,6 +388,7 @@ def _trace_with_later_values(
         if not isinstance(values, DataBranches) and needs_values(module.graph):
             return None
         stack.enter_context(private.tracing(private.TracingContext(module.meta["fake_mode"])))
+        stack.enter_context(remove_saved_tensors_hooks())
         with keep_in_graphs(EFFECTS), hide_sparse_buffers(module), keep_attributes(module), _restore_own_tensors(step):
             made = make(stack, module, args, kwargs)
         hooks.attach(made, step, output.graph_capture_output.f_globals)

@@ -39,6 +39,8 @@ def build_finder(output: Any, variable: Any) -> Find:
             return partial(_return, held.fn)
         case private.ConstantVariable():
             return partial(_return, held.value)
+        case private.UnspecializedNNModuleVariable() | private.UserDefinedObjectVariable() if held.source is not None:
+            return partial(_return, held.value)
     raise TraceError(f"what the step makes ({held.python_type().__name__})")
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from planner.capture.frontend.host_functions import assign_in_step, averages_all, normalize_by_average
+from planner.capture.frontend.saved_tensors import enter_hooks, exit_hooks, init_hooks
 from planner.torch_private import capture as private
 from planner.torch_private.patches import wrap
 
@@ -18,6 +19,9 @@ def _ignore_context(*_: object, **__: object) -> AbstractContextManager[None]:
 _REPLACED: dict[str, Callable[..., Any]] = {
     "scipy.optimize._lsap.linear_sum_assignment": assign_in_step,
     "torch.nn.modules.batchnorm._BatchNorm.forward": normalize_by_average,
+    "torch.autograd.graph.saved_tensors_hooks.__init__": init_hooks,
+    "torch.autograd.graph.saved_tensors_hooks.__enter__": enter_hooks,
+    "torch.autograd.graph.saved_tensors_hooks.__exit__": exit_hooks,
     # These say where eager PyTorch keeps what it saves for the backward pass, which a plan decides itself.
     "torch.autograd.graph.save_on_cpu": _ignore_context,
     "torch.utils.checkpoint.set_checkpoint_early_stop": _ignore_context,
@@ -28,14 +32,29 @@ _CONDITIONS: dict[str, Callable[[Any], bool]] = {"torch.nn.modules.batchnorm._Ba
 
 def replace_calls_where(wanted: Callable[[Any], bool], stack: ExitStack) -> None:
     """Call other functions in the frames that are `wanted`, until `stack` is closed."""
-    for method in ("call_function", "inline_user_function_return"):  # of what frames call, and of what Dynamo itself calls
-        stack.enter_context(wrap(private.InstructionTranslatorBase, method, partial(_call_other, wanted)))
+    for kind in (private.SkipFunctionVariable, private.UserDefinedClassVariable):
+        stack.enter_context(wrap(kind, "call_function", partial(_call_other, wanted)))
+    inline = "inline_user_function_return"
+    stack.enter_context(wrap(private.InstructionTranslatorBase, inline, partial(_inline_other, wanted)))
 
 
-def _call_other(wanted: Callable[[Any], bool], call: Any, tx: Any, function: Any, args: Any, kwargs: Any, **options: Any) -> Any:
-    called = getattr(function, "value", getattr(function, "fn", None))
+def _call_other(wanted: Callable[[Any], bool], call: Any, called: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    other = _find_other(called.value, args)
+    if other is None or not wanted(tx):
+        return call(called, tx, args, kwargs)
+    return private.UserFunctionVariable(other).call_function(tx, args, kwargs)
+
+
+def _inline_other(
+    wanted: Callable[[Any], bool], inline: Any, tx: Any, function: Any, args: Any, kwargs: Any, **options: Any
+) -> Any:
+    other = _find_other(getattr(function, "fn", None), args)
+    if other is not None and wanted(tx):
+        function = private.UserFunctionVariable(other)
+    return inline(tx, function, args, kwargs, **options)
+
+
+def _find_other(called: object, args: Any) -> Any:
     name = f"{getattr(called, '__module__', '')}.{getattr(called, '__qualname__', '')}"
-    replaced, condition = _REPLACED.get(name), _CONDITIONS.get(name)
-    if replaced is not None and (condition is None or condition(args[0].realize().value)) and wanted(tx):
-        function = private.UserFunctionVariable(replaced)
-    return call(tx, function, args, kwargs, **options)
+    condition = _CONDITIONS.get(name)
+    return _REPLACED.get(name) if condition is None or condition(args[0].realize().value) else None

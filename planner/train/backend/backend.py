@@ -25,6 +25,7 @@ from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.frontend.dynamo_patches import call_at_end, write_data_in_place_where
 from planner.capture.frontend.eager_ops import keep_dynamo_as_eager_where, keep_ops_as_eager
 from planner.capture.frontend.replaced_calls import replace_calls_where
+from planner.capture.frontend.saved_tensors import remove_saved_tensors_hooks
 from planner.capture.guards.names import make_readable
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import CHECKS
@@ -123,7 +124,8 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
 
     compiler = private.aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
     # As in training loops, backward() is called outside of autocast.
-    with private.functorch_config.patch(backward_pass_autocast="off"), keep_ops_as_eager(), keep_in_graphs(CHECKS):
+    as_eager = private.functorch_config.patch(backward_pass_autocast="off")
+    with as_eager, keep_ops_as_eager(), keep_in_graphs(CHECKS), remove_saved_tensors_hooks():
         compiled: Callable[..., Any] = compiler(module, inputs)
     private.forget_saved_values()
     compiled = private.refuse_double_backward(compiled, _DOUBLE_BACKWARD)

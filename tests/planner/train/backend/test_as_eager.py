@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import planner
 from benchmarks.models.parts import FunctionModule
@@ -122,3 +123,16 @@ def test_numbers_that_python_draws_are_those_of_eager_mode(name: str, entry: Ent
         twin = copy.deepcopy(model)
         results.append(train_by(one(twin, x), twin, [(x,)] * 2) | {"drawn next": torch.tensor(np.random.rand())})  # noqa: NPY002
     assert_same(*results)
+
+
+def keep_rounded(model: Any, x: Tensor) -> Tensor:
+    with saved_tensors_hooks(lambda saved: model.round(saved), lambda saved: saved.float()):
+        return torch.tanh(model.middle(x).exp())
+
+
+@pytest.mark.parametrize("entry", [as_backend, checkpointed])
+def test_hooks_on_saved_tensors_compute_as_in_eager_mode(entry: Entry) -> None:
+    model = FunctionModule(keep_rounded, middle=nn.Linear(16, 16))
+    model.round = torch.Tensor.half
+    with pytest.warns(UserWarning, match="what they compute is part of the plan"):
+        assert_exact(model, torch.randn(32, 16), entry)

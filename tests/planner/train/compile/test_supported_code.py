@@ -1,6 +1,7 @@
 """Code that models are written with besides layers: each is trained by a plan that recomputes, with eager PyTorch's bits."""
 
 import gc
+import io
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import distributions, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributions import kl
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -550,6 +552,43 @@ def keep_elsewhere(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_plan_decides_where_saved_tensors_are_kept() -> None:
     check_trains_as_eager(lambda: Between(keep_elsewhere, middle=nn.Linear(32, 32)), F.mse_loss, batch_of)
+
+
+class Halved(saved_tensors_hooks):
+    def __init__(self) -> None:
+        super().__init__(lambda saved: saved.half() if saved.dim() > 2 else saved, lambda saved: saved.float())
+
+
+def pack_to_file(saved: torch.Tensor) -> io.BytesIO:
+    torch.save(saved, file := io.BytesIO())
+    file.seek(0)
+    return file
+
+
+PACKED: dict[str, Callable[[], saved_tensors_hooks]] = {
+    "to half precision": Halved,
+    "to a file": lambda: saved_tensors_hooks(pack_to_file, torch.load),
+    "by NumPy": lambda: saved_tensors_hooks(lambda saved: saved.detach().numpy().astype(np.float16), torch.from_numpy),
+}
+
+
+def keep_packed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with PACKED[model.packed]():
+        return torch.tanh(model.middle(x).exp())
+
+
+@pytest.mark.parametrize("name", ["to half precision", *slow("to a file")])
+def test_hooks_on_saved_tensors_compute_as_in_eager_mode(name: str) -> None:
+    with pytest.warns(UserWarning, match="what they compute is part of the plan"):
+        check_trains_as_eager(lambda: Between(keep_packed, middle=nn.Linear(32, 32), packed=name), F.mse_loss, batch_of)
+
+
+def test_hooks_on_saved_tensors_that_no_graph_has_are_refused() -> None:
+    model = Between(keep_packed, middle=nn.Linear(32, 32), packed="by NumPy")
+    refused = pytest.raises(TraceError, match=r"sets hooks on saved tensors that change them.*leave them out")
+    with refused, pytest.warns(UserWarning, match="sets hooks"):
+        planner.compile(model, F.mse_loss, batch_of(0), budget="90%")
+    assert model(batch_of(0)[0]).grad_fn is not None  # none is left in place
 
 
 def write_between_uses(model: Any, x: torch.Tensor) -> torch.Tensor:

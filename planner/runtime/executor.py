@@ -171,7 +171,8 @@ class Executor:
             self.arena.budget_bytes = budget_bytes - self.graph.static_bytes
         self.check_writes, self._trains = check_writes, True
         if not isinstance(self.arena, DeviceArena):  # else there is no room between the passes; a slab gives idle pages back
-            self.changed_inputs.begin(budget_bytes - self.graph.static_bytes - count_kept_bytes(self.graph, self.schedule))
+            allowed_bytes = simulate(self.graph, self.schedule).peak_bytes if self.sharding.keeps_peak else budget_bytes
+            self.changed_inputs.begin(allowed_bytes - self.graph.static_bytes - count_kept_bytes(self.graph, self.schedule))
 
     def use_arena(self, shared: SharedSlab | SharedPool, offsets: Sequence[int] = ()) -> None:
         """Run the following steps in an arena: ``planner.runtime.arena``, or on CUDA ``planner.runtime.cuda.device_arena``.

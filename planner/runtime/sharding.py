@@ -16,9 +16,11 @@ class Unsharded:
 
     Attributes:
         description: equal for models that are sharded alike, for the cache of plans; empty if one is not.
+        keeps_peak: True if no step takes more than its plan, False if one with copies of changed inputs may, within the budget.
     """
 
     description = ""
+    keeps_peak = False
 
     def enter_captured_state(self) -> AbstractContextManager[None]:
         """Put the model into the state in which it is captured; guards look at it in this state."""

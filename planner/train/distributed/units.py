@@ -292,8 +292,11 @@ def describe_synchronization(units: Sequence[ShardedUnit]) -> Hashable:
 class Sharding(Unsharded):
     """The sharded parameters of a model, which is captured with whole ones without memory, and without hooks but casts.
 
-    Guards of a capture look at these objects, so they are the same each time.
+    Guards of a capture look at these objects, so they are the same each time. Copies of inputs that change between the passes
+    stay beside the plan, since several processes plan nothing again; they have room below its peak only.
     """
+
+    keeps_peak = True
 
     def __init__(self, model: nn.Module, units: Sequence[ShardedUnit], ranks: SingleProcess) -> None:
         self._ranks = ranks

@@ -132,7 +132,7 @@ def _choose_output(arguments: argparse.Namespace) -> str:
     """
     from graphs.errors import FormatError
     from graphs.io.files import check_writable
-    from planner.plans.document import read_record
+    from planner.plans.plan import read_plan
 
     graph = Path(arguments.graph)
     if arguments.output is None and not graph.is_file():
@@ -141,7 +141,7 @@ def _choose_output(arguments: argparse.Namespace) -> str:
     check_writable(output, graph, suffix=".json")
     if arguments.output is None and Path(output).exists():
         try:
-            read_record(output)
+            read_plan(output)
         except FormatError as error:
             raise UsageError(f"the plan would be kept in {output}, which holds something else: name a file with -o") from error
     return output

@@ -21,7 +21,7 @@ from graphs.io.documents import (
     list_fields,
     refuse,
 )
-from graphs.io.files import format_json, read_object, write_text
+from graphs.io.files import format_json, write_text
 from graphs.schedule import Compute, Free, Schedule, Step
 from planner.memory.reserved_prediction import Reserved
 from planner.plans.eager import Difference, DifferingOp, EagerComparison
@@ -189,15 +189,6 @@ def _check_status(status: PlanStatus, plan: PlanRecord, source: str) -> None:
         return
     is_not = "has no lower bound" if plan.gap is None else f"its gap of {plan.gap:.4%} is over the tolerance of {tolerance:.4%}"
     raise MismatchError(f"{source}: the plan says that it is {status.value}, but {is_not}: its file was edited; solve again")
-
-
-def read_record(path: str | os.PathLike[str]) -> PlanRecord:
-    """Return the plan in the file `path`. Whether it is valid on a graph is checked by ``simulate``.
-
-    Raises:
-        FormatError: the file is not a plan of a version this planner reads.
-    """
-    return record_from_dict(read_object(path), source=str(path))
 
 
 def write_plan(plan: PlanRecord, path: str | os.PathLike[str]) -> None:

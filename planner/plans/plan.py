@@ -13,7 +13,7 @@ from graphs.io.formats import read_graph, summable, write_graph
 from graphs.io.graph_document import build_from_dict
 from graphs.ir import Graph
 from graphs.short_tracebacks import shorten_traceback
-from planner.plans.document import read_record, record_from_dict, write_plan
+from planner.plans.document import record_from_dict, write_plan
 from planner.plans.plan_check import apply_plan_options, check_plan, find_graph_path
 from planner.plans.record import PlanRecord
 from planner.show.views import plan_views
@@ -133,7 +133,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     Raises:
         FormatError: the file is not a plan of a version this planner reads.
     """
-    return Plan.of(read_record(path))
+    return plan_from_dict(read_object(path), source=str(path))
 
 
 def read_graph_or_plan(path: str | os.PathLike[str]) -> Graph | Plan:

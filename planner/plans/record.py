@@ -292,6 +292,23 @@ class PlanRecord:
         return self.predicted_s / self.graph.predicted_s - 1 if self.graph.predicted_s else 0.0
 
 
+def plan_line(plan: PlanRecord) -> str:
+    """Return the memory and the overhead of a plan, in one line."""
+    return describe_saved(plan.peak_bytes, plan.graph.keep_everything_peak_bytes, plan.overhead, plan.gap)
+
+
+def describe_saved(peak_bytes: int, keep_everything_peak_bytes: int, overhead: float, gap: float | None) -> str:
+    """Return the memory and the overhead of a schedule against keeping everything, in one line; `gap` is None without a bound."""
+    if gap is None:
+        proof = ""
+    elif gap < 5e-5:
+        proof = " (proved optimal)"
+    else:
+        proof = f" (proved within {100 * gap:{'.2g' if gap < 0.99 else '.0f'}}%)"
+    memory = f"{format_bytes(peak_bytes)} of {format_bytes(keep_everything_peak_bytes)}"
+    return f"planned: {memory}, predicted {describe_slower('keeping everything', overhead)}{proof}"
+
+
 def _describe_host_bound(time_s: float, step_s: float, around_s: float) -> str:
     """Return in words by how much a step takes longer than its kernels, `time_s`, because of the host."""
     if step_s <= time_s * (1 + _HOST_SHARE):

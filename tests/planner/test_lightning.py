@@ -15,7 +15,7 @@ from graphs.errors import PlannerError, TraceError
 from planner.capture.frontend import later_calls
 from planner.capture.frontend.later_calls import is_metric
 from planner.lightning import PlannedTraining
-from planner.plans.line import plan_line
+from planner.plans.record import plan_line
 from planner.train.compile.step import PlannedStep
 from tests.support.budgets import HALF_WAY
 from tests.support.integrations.lightning import QUICK, Module, batches, pl, trained

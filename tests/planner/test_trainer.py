@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 
 from graphs.errors import PlannerError
 from planner.huggingface import PlannedTrainer, PlannedTrainerMixin
-from planner.plans.line import plan_line
+from planner.plans.record import plan_line
 from tests.support.integrations.huggingface import (
     arguments,
     assert_same,

@@ -42,7 +42,7 @@ from planner.memory.reserved import (
     predict_kept_beside_passes,
     predict_reserved_for_passes,
 )
-from planner.plans.line import describe_saved
+from planner.plans.record import describe_saved
 from planner.plans.search import StepSearch
 from planner.plans.summary import summarize
 from planner.progress import Stage, Stages, list_views

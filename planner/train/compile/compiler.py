@@ -30,9 +30,8 @@ from planner.measure.tracing import profile_capture, restore_recorded
 from planner.memory.release import release_large_blocks, release_unused
 from planner.memory.reserved import choose_memory
 from planner.plans.keep_everything import explain_not_fitting, is_memory_tight
-from planner.plans.line import plan_line
 from planner.plans.plan import Plan
-from planner.plans.record import NO_ARENA
+from planner.plans.record import NO_ARENA, plan_line
 from planner.plans.search import StepSearch
 from planner.plans.summary import check_same_graph, summarize
 from planner.progress import Stage, Stages

@@ -13,8 +13,8 @@ from planner.capture.step import LossFn
 from planner.measure.kernel_settings import collect_kernel_settings
 from planner.measure.steps import describe_device
 from planner.plans.cache import PlanCache, warn_unusable
-from planner.plans.line import plan_line
 from planner.plans.plan_check import check_sizes
+from planner.plans.record import plan_line
 from planner.progress import OnProgress, Stages, list_views
 from planner.runtime.cuda.cuda_graph import CudaGraphs
 from planner.runtime.cuda.device_arena import create_shared_slab

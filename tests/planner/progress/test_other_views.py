@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from graphs.errors import PlannerError
-from planner.plans.line import describe_saved, plan_line
 from planner.plans.plan import Plan
+from planner.plans.record import describe_saved, plan_line
 from planner.plans.solve import solve
 from planner.progress import LoggingView, NotebookView, Progress, Stage, Stages
 from planner.progress.describe import describe

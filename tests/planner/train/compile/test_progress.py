@@ -9,7 +9,7 @@ import torch
 
 import planner
 from graphs.errors import InfeasibleError
-from planner.plans.line import plan_line
+from planner.plans.record import plan_line
 from planner.progress import Event, Progress, Stage
 from tests.support.logs import lines_of
 from tests.support.marks import slow_among

@@ -17,8 +17,8 @@ from benchmarks.command import Main
 from benchmarks.solves import build_graph
 from benchmarks.zoo_models import MODELS
 from graphs.addresses import buffers_of
-from graphs.allocators.caching import EXPANDABLE
-from graphs.allocators.training import compute_reserved_with_pool_bytes, least_capacity_bytes, usage_of
+from graphs.allocators.caching import EXPANDABLE, CachingAllocator
+from graphs.allocators.training import Training, compute_outside_pool_bytes, least_capacity_bytes, play, usage_of
 from graphs.errors import BudgetError, LimitError
 from graphs.ir import Graph
 from planner.memory.reserved import build_training
@@ -45,6 +45,7 @@ BUDGETS = ("100%", "80%", "60%", "50%", "40%")
 PLAN_LIMIT_S = 20.0
 ARENA_LIMIT_S = 10.0
 TOLERANCE = 0.001
+_GRAIN_BYTES = 2 * 2**20  # of what the driver gives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,35 @@ def _measure(graph: Graph, plan: Plan) -> dict[str, object]:
         "bound_bytes": graph.static_bytes + addresses.bound_bytes,
         "status": str(addresses.status),
     }
+
+
+def compute_reserved_with_pool_bytes(training: Training) -> int:
+    """Return the bytes that PyTorch reserves if all steps use a private pool with one segment for large blocks.
+
+    The pool is as with ``torch.cuda.MemPool``: a segment of the least sufficient size is reserved in advance. Static memory, the
+    workspaces of libraries and the optimizer's memory are outside the pool.
+    """
+    inside = Training((), training.buffers, moments=training.moments)
+    usage = usage_of(inside)
+    low, high = 0, -(-usage.reserved_bytes // _GRAIN_BYTES)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits_one_segment(inside, middle * _GRAIN_BYTES) else (middle, high)
+    allocator = _make_primed(high * _GRAIN_BYTES)
+    return compute_outside_pool_bytes(training) + play(inside, allocator).reserved_bytes
+
+
+def _make_primed(size_bytes: int) -> CachingAllocator:
+    """Return an allocator with a free segment of `size_bytes`."""
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(size_bytes))
+    return allocator
+
+
+def _fits_one_segment(training: Training, size_bytes: int) -> bool:
+    allocator = _make_primed(size_bytes)
+    play(training, allocator)
+    return sum(not segment.small for segment in allocator.segments.values()) == 1
 
 
 def run(model: str, known: Sequence[ReservedRow], *, limit_s: float = PLAN_LIMIT_S) -> Iterator[ReservedRow]:

@@ -1,7 +1,7 @@
 """PyTorch's allocator on a CUDA device beside its model: training is recorded, action by action, and played on the model.
 
 Each model of the zoo is trained by plans and by plain eager PyTorch with the default settings and with expandable segments. The
-recorded actions are written too: as CSV, in units that ``graphs.allocators.recorded`` reads.
+recorded actions are written too: as CSV, in units that ``benchmarks.gpu.recorded`` reads.
 """
 
 import argparse
@@ -15,8 +15,8 @@ import torch
 import planner
 from benchmarks.command import add_names
 from benchmarks.gpu.plans import MODELS
+from benchmarks.gpu.recorded import compare_with_model, format_lines, read_actions
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
-from graphs.allocators.recorded import compare_with_model, format_lines, read_actions
 from graphs.errors import typed_line
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep

@@ -236,35 +236,6 @@ def compute_reserved_in_arena_bytes(
     return max(copying_bytes, optimizing_bytes, allocator.reserved.bytes + pool_bytes)
 
 
-def compute_reserved_with_pool_bytes(training: Training) -> int:
-    """Return the bytes that PyTorch reserves if all steps use a private pool with one segment for large blocks.
-
-    The pool is as with ``torch.cuda.MemPool``: a segment of the least sufficient size is reserved in advance. Static memory, the
-    workspaces of libraries and the optimizer's memory are outside the pool.
-    """
-    inside = Training((), training.buffers, moments=training.moments)
-    usage = usage_of(inside)
-    low, high = 0, -(-usage.reserved_bytes // _GRAIN_BYTES)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fits_one_segment(inside, middle * _GRAIN_BYTES) else (middle, high)
-    allocator = _make_primed(high * _GRAIN_BYTES)
-    return compute_outside_pool_bytes(training) + play(inside, allocator).reserved_bytes
-
-
-def _make_primed(size_bytes: int) -> CachingAllocator:
-    """Return an allocator with a free segment of `size_bytes`."""
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(size_bytes))
-    return allocator
-
-
-def _fits_one_segment(training: Training, size_bytes: int) -> bool:
-    allocator = _make_primed(size_bytes)
-    play(training, allocator)
-    return sum(not segment.small for segment in allocator.segments.values()) == 1
-
-
 def find_growth_above(training: Training, usage: Usage, limit_bytes: int) -> dict[int, int]:
     """Return, by step of the schedule, the bytes by which the reserved memory grows above `limit_bytes` in that step.
 

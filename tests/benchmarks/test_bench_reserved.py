@@ -8,8 +8,10 @@ import pytest
 
 from benchmarks import addresses, reserved, resident
 from benchmarks.addresses import PUBLIC, TABLE, main, solve_addresses, solve_plans
-from benchmarks.reserved import ARENA, BUDGETS, COUNTS, ReservedRow, plan_row, run
+from benchmarks.reserved import ARENA, BUDGETS, COUNTS, ReservedRow, compute_reserved_with_pool_bytes, plan_row, run
 from benchmarks.resident import ResidentRow
+from graphs.addresses import Buffer
+from graphs.allocators.training import Training, usage_of
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_bytes
 from planner.studies.rows import KeptRows
@@ -41,6 +43,21 @@ def test_a_row_has_all_kinds_of_memory_in_order(counts: str) -> None:
     row = plan_row("small", replace(graph, provenance={"device": "h200"}), counts, "100%", 2.0)
     assert_ordered(row)
     assert row.allocated_overhead == (0.0 if counts == ARENA else None)
+
+
+def test_pool_reserves_live_bytes_where_best_fit_leaves_no_gaps() -> None:
+    sizes = ((30, 0, 1), (14, 1, 3), (30, 1, 3))
+    buffers = tuple(Buffer(str(i), lower, upper, size * 2**20) for i, (size, lower, upper) in enumerate(sizes))
+    training = Training((40 * 2**20,), buffers, temporaries=(20 * 2**20,))
+    assert usage_of(training).reserved_bytes == (40 + 30 + 30 + 20) * 2**20  # the 14 are in the first 30
+    assert compute_reserved_with_pool_bytes(training) == (40 + 44 + 20) * 2**20  # what the optimizer takes is outside
+
+
+def test_a_pool_is_larger_where_best_fit_leaves_gaps() -> None:
+    """The 8 stay above the 20, in whose place the 24 have no room."""
+    sizes = ((20, 0, 1), (8, 0, 2), (24, 1, 2))
+    buffers = tuple(Buffer(str(i), lower, upper, size * 2**20) for i, (size, lower, upper) in enumerate(sizes))
+    assert compute_reserved_with_pool_bytes(Training((), buffers)) == (20 + 8 + 24) * 2**20
 
 
 def test_a_budget_without_a_plan_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

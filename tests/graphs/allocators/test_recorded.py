@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.recorded import ActionKind, AllocatorAction, compare_with_model, format_lines
 from graphs.addresses import buffers_of, count_moments, live_bytes
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, CachingAllocator, Rules
-from graphs.allocators.recorded import ActionKind, AllocatorAction, compare_with_model, format_lines
 from graphs.allocators.training import training_of, usage_of
 from graphs.errors import GraphError
 from graphs.io.graph_document import build_from_dict, convert_to_dict

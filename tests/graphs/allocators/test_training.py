@@ -9,7 +9,6 @@ from graphs.allocators.caching import DEFAULT, EXPANDABLE, CachingAllocator, Dev
 from graphs.allocators.training import (
     Training,
     combine_passes,
-    compute_reserved_with_pool_bytes,
     find_growth_above,
     least_capacity_bytes,
     play,
@@ -51,21 +50,6 @@ def test_growth_is_known_by_steps_of_the_schedule() -> None:
     assert find_growth_above(training, usage, 7 * 12 * MIB) == {7: 12 * MIB, 8: 12 * MIB}
     assert find_growth_above(training, usage, 8 * 12 * MIB + 5 * MIB) == {8: 7 * MIB}
     assert find_growth_above(training, usage, usage.reserved_bytes) == {}
-
-
-def test_pool_reserves_live_bytes_where_best_fit_leaves_no_gaps() -> None:
-    sizes = ((30, 0, 1), (14, 1, 3), (30, 1, 3))
-    buffers = tuple(Buffer(str(i), lower, upper, size * MIB) for i, (size, lower, upper) in enumerate(sizes))
-    training = Training((40 * MIB,), buffers, temporaries=(20 * MIB,))
-    assert usage_of(training).reserved_bytes == (40 + 30 + 30 + 20) * MIB  # the 14 are in the first 30
-    assert compute_reserved_with_pool_bytes(training) == (40 + 44 + 20) * MIB  # what the optimizer takes is outside
-
-
-def test_a_pool_is_larger_where_best_fit_leaves_gaps() -> None:
-    """The 8 stay above the 20, in whose place the 24 have no room."""
-    sizes = ((20, 0, 1), (8, 0, 2), (24, 1, 2))
-    buffers = tuple(Buffer(str(i), lower, upper, size * MIB) for i, (size, lower, upper) in enumerate(sizes))
-    assert compute_reserved_with_pool_bytes(Training((), buffers)) == (20 + 8 + 24) * MIB
 
 
 def test_static_memory_libraries_and_workspaces_are_requested() -> None:

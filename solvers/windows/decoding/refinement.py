@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import numpy as np
 
@@ -16,14 +16,10 @@ _MOST_WAITS = 4  # places with the longest waits for transfers that are refined
 
 def find_worst_in_runs(trial: Trial, budget_bytes: int) -> Iterator[int]:
     """Yield for each run of consecutive executions over the budget the one that needs most; several for long runs."""
-    over = [step for step, taken in enumerate(trial.memory_bytes) if taken > budget_bytes]
-    runs: list[list[int]] = []
-    for step in over:
-        if runs and runs[-1][-1] == step - 1:
-            runs[-1].append(step)
-        else:
-            runs.append([step])
-    for run in runs:
+    for exceeds, steps in groupby(range(len(trial.memory_bytes)), lambda step: trial.memory_bytes[step] > budget_bytes):
+        if not exceeds:
+            continue
+        run = list(steps)
         pieces = min(_MOST_PIECES, -(-len(run) // _PIECE))
         size = -(-len(run) // pieces)
         for begin in range(0, len(run), size):

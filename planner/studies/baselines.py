@@ -10,7 +10,7 @@ fractions bound saved bytes, not the peak, and peaks do not fall with them: of a
 
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -40,7 +40,6 @@ BUDGETS = MappingProxyType({"aot_eager": (1.0, 0.75, 0.5, 0.25, 0.0), "inductor"
 # Every so many blocks is checkpointed, as with ``every_n_layers`` of Hugging Face's Transformers.
 EVERY = (2, 3, 4)
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Counts = Mapping[tuple[frozenset[str], bool], Iterator[int]]  # of ops, by their half of the list and if they are recomputed
 
@@ -109,12 +108,26 @@ def build_checkpoint_blocks(level: int = 1, *, depth: int = 0, every: int = 1) -
 
 def _prepare_blocks(level: int, depth: int, every: int, model: nn.Module, loss_fn: LossFn | None) -> Step:
     modules = find_checkpointed_blocks(model, level, depth)[::every]
-    return partial(_run_checkpointed, TrainingStep(model, loss_fn), modules)
+    return partial(run_checkpointed, TrainingStep(model, loss_fn), modules, checkpoint)
 
 
-def _run_checkpointed(step: Step, modules: Sequence[nn.Module], /, *args: object, **kwargs: object) -> Any:
-    with wrap_modules(modules, lambda forward: partial(checkpoint, forward, use_reentrant=False)):
+def run_checkpointed(
+    step: Step, modules: Sequence[nn.Module], run: Callable[..., Any], /, *args: object, **kwargs: object
+) -> Any:
+    """Return the result of `step` with `modules` checkpointed by `run`: ``checkpoint``, or a function around it.
+
+    Recomputation calls the plain ``forward`` of a module.
+    """
+    before = [(module, vars(module).get("forward")) for module in modules]
+    try:
+        for module in modules:
+            vars(module)["forward"] = partial(run, module.forward, use_reentrant=False)
         return step(*args, **kwargs)
+    finally:
+        for module, forward in before:
+            vars(module).pop("forward", None)
+            if forward is not None:
+                vars(module)["forward"] = forward
 
 
 def build_sac(rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0, save_list: SaveList | None = None) -> Method:
@@ -132,16 +145,27 @@ def build_sac(rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0,
 
 
 def _prepare_sac(level: int, depth: int, saves: SaveList, name: str, model: nn.Module, loss_fn: LossFn | None) -> Step:
-    return partial(_run_selectively, TrainingStep(model, loss_fn), find_checkpointed_blocks(model, level, depth), saves, name)
+    modules = find_checkpointed_blocks(model, level, depth)
+    return partial(run_selectively, TrainingStep(model, loss_fn), modules, checkpoint, saves, name)
 
 
-def _run_selectively(
-    step: Step, modules: Sequence[nn.Module], saves: SaveList, name: str, /, *args: object, **kwargs: object
+def run_selectively(
+    step: Step,
+    modules: Sequence[nn.Module],
+    run: Callable[..., Any],
+    saves: SaveList,
+    name: str,
+    /,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
+    """Return as ``run_checkpointed``, with the ops of `saves` saved.
+
+    Raises:
+        InapplicableError: no op in the modules is one of them; `name` is the method in the message.
+    """
     saved: set[str] = set()
-    contexts = partial(save_contexts, saves, saved)
-    with wrap_modules(modules, lambda forward: partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)):
-        returned = step(*args, **kwargs)
+    returned = run_checkpointed(step, modules, partial(run, context_fn=partial(_save_contexts, saves, saved)), *args, **kwargs)
     if not saved:
         raise InapplicableError(f"{name} saves nothing: no op in the blocks is one of {', '.join(sorted(saves.ops))}")
     return returned
@@ -230,22 +254,7 @@ def _format_level(level: int, depth: int) -> str:
     return f" depth {depth}" if depth else f" level {level}" if level > 1 else ""
 
 
-@contextmanager
-def wrap_modules(modules: Sequence[nn.Module], wrap: Wrap) -> Iterator[None]:
-    """Wrap the modules' ``forward`` inside the context; recomputation calls the plain one."""
-    before = [(module, vars(module).get("forward")) for module in modules]
-    try:
-        for module in modules:
-            vars(module)["forward"] = wrap(module.forward)
-        yield
-    finally:
-        for module, forward in before:
-            vars(module).pop("forward", None)
-            if forward is not None:
-                vars(module)["forward"] = forward
-
-
-def save_contexts(saves: SaveList, saved: set[str]) -> Contexts:
+def _save_contexts(saves: SaveList, saved: set[str]) -> Contexts:
     """Return the contexts of SAC for one region; targets whose outputs are saved are added to `saved`."""
     # Torch 2.11 calls the policy again during recomputation.
     counts = {(half, again): count() for half in saves.halved for again in (False, True)}

@@ -23,8 +23,7 @@ from planner.measure.steps import Step
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.host_memory import HostTensor
 from planner.runtime.transfers.transfers import Transfer
-from planner.studies.baselines import Method, find_checkpointed_blocks, save_contexts, wrap_modules
-from planner.studies.blocks import InapplicableError
+from planner.studies.baselines import Method, find_checkpointed_blocks, run_checkpointed, run_selectively
 from planner.torch_private.core import current_autograd_node
 from solvers.baselines.sac import LISTS, SacRule
 
@@ -70,17 +69,10 @@ def _prepare_blocks(channels: HostChannels, rule: SacRule | None, model: nn.Modu
 def _run_blocks(
     step: Step, modules: Sequence[nn.Module], channels: HostChannels, rule: SacRule | None, /, *args: object, **kwargs: object
 ) -> Any:
-    hooks, saved = _Hooks(channels, 0, 0, frozenset()), set[str]()
-    selective: dict[str, Any] = {}
-    if rule is not None:
-        selective = {"context_fn": partial(save_contexts, LISTS[rule], saved), **_THROUGH_HOOKS}
-    with wrap_modules(
-        modules, lambda forward: partial(_run_hooked, hooks, checkpoint, forward, use_reentrant=False, **selective)
-    ):
-        returned = step(*args, **kwargs)
-    if rule is not None and not saved:
-        raise InapplicableError(f"{rule} saves nothing: no op in the blocks is one of {', '.join(LISTS[rule].ops)}")
-    return returned
+    run = partial(_run_hooked, _Hooks(channels, 0, 0, frozenset()), checkpoint)
+    if rule is None:
+        return run_checkpointed(step, modules, run, *args, **kwargs)
+    return run_selectively(step, modules, partial(run, **_THROUGH_HOOKS), LISTS[rule], str(rule), *args, **kwargs)
 
 
 def _run_hooked(hooks: "_Hooks", run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -463,7 +463,8 @@ def _remove_unread(graph: Graph, steps: Sequence[Step], copies: Collection[int])
 
 def _iterate_executed(program: XEngineProgram, values: Floats) -> Iterator[tuple[int, int, int]]:
     """Yield stage, turn and op of the executions and copies of a solution; copies come before the op of their turn."""
-    copies = {(t, turn): [] for t in range(program.ops) for turn in program.iterate_turns(t)}  # type: dict[tuple[int, int], list[int]]
+    places = ((t, turn) for t in range(program.ops) for turn in program.iterate_turns(t))
+    copies: dict[tuple[int, int], list[int]] = {place: [] for place in places}
     for (d, e, t, x, turn), column in program.A.items():
         if values[column] > 0.5:
             copies[t, turn].append(program.placement.copies[d, e, x])
@@ -541,24 +542,9 @@ def solve(request: Request, *, rule: str = XEngineRule.SERIAL) -> Result:
         why = "the graph has one device: give it the option placement, or use the solver checkmate"
         return finish(Verdict(Status.LIMIT, message=why, reason=Reason.INAPPLICABLE))
     program = XEngineProgram(placement, request.budget_bytes, ScheduleClass(stay=params.stay, again=params.again))
-    clock = request.clock.start_part(_SERIAL_SHARE * measure_rest(request.clock)) if overlapped else request.clock
-    if (refusal := program.size.find_refusal(clock.limit)) is not None:
-        return finish(Verdict(Status.LIMIT, None, None, *refusal))
-    if not program.build():
-        return finish(_report_too_large(placement))
-    program.count_seconds()
-    request.tell("solving XEngine's program", None, None)
-    answer = _solve_milp(program.build_milp(), request, clock, program.unit_s, request.tolerance.first)
-    if answer.values is None:
-        return finish(_report_nothing(request, answer))
-    executed = build_serial_schedule(program, answer.values)
-    serial_s = sum(request.graph.ops[op].time_s for op in executed.computed)
-    found = _Found(executed, serial_s, min(serial_s, answer.bound * program.unit_s))
-    if overlapped:
-        ahead = _solve_overlapped(request, program, answer.values, found)
-        if ahead is None:
-            return finish(_report_too_large(placement))
-        found = ahead
+    found = _solve_program(request, program, overlapped=overlapped)
+    if isinstance(found, Verdict):
+        return finish(found)
     settings = {
         "objective": "makespan" if overlapped else "serial sum",
         "copies": "stay, and are made ahead" if overlapped else "stay" if params.stay else "for a stage",
@@ -569,6 +555,26 @@ def solve(request: Request, *, rule: str = XEngineRule.SERIAL) -> Result:
     if found.bound_s is not None:
         return finish(judge(request, found.schedule, found.bound_s), settings)
     return finish(Verdict(Status.FEASIBLE, found.schedule), settings)
+
+
+def _solve_program(request: Request, program: XEngineProgram, *, overlapped: bool) -> _Found | Verdict:
+    """Return the schedule of least serial sum, or of least makespan if `overlapped`; or the verdict that there is none."""
+    clock = request.clock.start_part(_SERIAL_SHARE * measure_rest(request.clock)) if overlapped else request.clock
+    if (refusal := program.size.find_refusal(clock.limit)) is not None:
+        return Verdict(Status.LIMIT, None, None, *refusal)
+    if not program.build():
+        return _report_too_large(program.placement)
+    program.count_seconds()
+    request.tell("solving XEngine's program", None, None)
+    answer = _solve_milp(program.build_milp(), request, clock, program.unit_s, request.tolerance.first)
+    if answer.values is None:
+        return _report_nothing(request, answer)
+    executed = build_serial_schedule(program, answer.values)
+    serial_s = sum(request.graph.ops[op].time_s for op in executed.computed)
+    found = _Found(executed, serial_s, min(serial_s, answer.bound * program.unit_s))
+    if not overlapped:
+        return found
+    return _solve_overlapped(request, program, answer.values, found) or _report_too_large(program.placement)
 
 
 def _build_result(request: Request, rule: str, verdict: Verdict, settings: Mapping[str, object] = MappingProxyType({})) -> Result:

@@ -1,4 +1,4 @@
-"""Plans whose schedules compute in chunks: what they say, in files and in words, and how they are run."""
+"""Plans whose schedules compute in chunks: what they say, in files and in words, how they are run, and which ops are exact."""
 
 import json
 import warnings
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import planner.train.compile.compile as training
-from graphs.errors import EagerWarning, MismatchError, UsageError
+from graphs.errors import EagerWarning, MismatchError, PlannerError, UsageError
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
 from graphs.options import remove_options
@@ -17,6 +17,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import solve
 from planner.capture.options import apply_options
+from planner.capture.options.traced import replace_graph
 from planner.capture.workload.models import Workload, build
 from planner.measure import run_plan, tracing
 from planner.plans import search
@@ -24,6 +25,7 @@ from planner.plans.document import write_plan
 from planner.plans.eager import Difference, EagerComparison
 from planner.plans.plan import Plan, read_plan
 from planner.plans.plan_check import check_plan, check_sizes, check_with_its_graph
+from planner.settings.option_settings import apply_recorded_options, build_option_settings
 from planner.settings.plan import PlanSettings
 from planner.show.facts.graph import collect_graph_facts
 from planner.show.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
@@ -195,3 +197,63 @@ def test_facts_say_where_nothing_is_found() -> None:
     mlp = build("mlp", batch=4, width=64, layers=2, classes=8)
     said = describe_graph(collect_graph_facts(tracing.trace(*mlp, roofline="cpu", options=["chunks"])))
     assert any(line.startswith("with chunks") and "it applies to no op of this step" in line for line in said.splitlines())
+
+
+@pytest.fixture(scope="module")
+def half_exact(workload: Workload) -> Graph:
+    """Traced, as on a machine where the backward passes in 4 and 8 chunks came out exact."""
+    found = tracing.trace(*workload, passes=1, options=["chunks"])
+    exact = [op.name for op in found.ops if op.optional and "backward" in op.target and op.target.endswith((".4", ".8"))]
+    ops = (replace(op, differs="" if op.name in exact else op.differs or "rounding") if op.optional else op for op in found.ops)
+    return replace(found, ops=tuple(ops))
+
+
+def test_only_exact_ops_are_offered_and_the_plan_says_which(half_exact: Graph, tmp_path: Path) -> None:
+    plan = solve(half_exact, "100%", options=["chunks"], exact=True, tolerance=0.5)
+    held = apply_recorded_options(half_exact, plan.settings)
+    optional = [op for op in held.ops if op.optional]
+    assert [op.target for op in optional] == [
+        f"chunks.{kind}.{count}" for kind in ("backward", "backward_kept") for count in (4, 8)
+    ]
+    assert plan.settings["exact"] == [op.name for op in optional]
+    assert plan.graph.optional_ops == 4 and plan.differs == ()
+    check_plan(held, plan)
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+    with pytest.raises(MismatchError, match="the exact ops 'all', which no solve records"):
+        apply_recorded_options(half_exact, {**plan.settings, "exact": "all"})
+    assert "exact" not in solve(half_exact, "100%", options=["chunks"], tolerance=0.5).settings
+
+
+def test_exact_plan_runs_on_a_recaptured_step(half_exact: Graph, workload: Workload) -> None:
+    """Nothing is compared then: which ops were exact is what the plan says."""
+    plan = solve(half_exact, "100%", options=["chunks"], exact=True, tolerance=0.5)
+    report = run_plan.run(plan, *workload, repeats=1)
+    assert report.measured_peak_bytes <= plan.budget_bytes
+
+
+def test_calls_go_with_the_ops_that_are_left(half_exact: Graph, workload: Workload) -> None:
+    captured = tracing.restore_recorded(tracing.capture_step(workload, PlanSettings()), half_exact.provenance, ["chunks"])
+    names = [op.name for op in half_exact.ops if op.optional and op.exact]
+    held = replace_graph(captured, apply_recorded_options(captured.graph, {"options": ["chunks"], "exact": names}))
+    before = dict(zip((op.name for op in captured.graph.ops), captured.program.calls, strict=True))
+    assert [before[op.name].outputs for op in held.graph.ops] == [c.outputs for c in held.program.calls]
+    assert all(before[op.name].composed is call.composed for op, call in zip(held.graph.ops, held.program.calls, strict=True))
+
+
+def test_exact_without_an_option_raises() -> None:
+    with pytest.raises(PlannerError, match=r"exact is given, but no option .*--options chunks"):
+        build_option_settings([], exact=True)
+    assert build_option_settings(["chunks"], exact=True).as_json == {"options": ["chunks"], "exact": True}
+
+
+def test_commands_accept_exact(half_exact: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, plan = tmp_path / "model.json", tmp_path / "plan.json"
+    write_graph(half_exact, model)
+    assert any(line.split() == ["optional", "ops", "4"] for line in call(capsys, "info", model, "--exact").out.splitlines())
+    done = call(
+        capsys, "solve", model, "--budget", "100%", "--options", "chunks", "--exact", "--tolerance", "50%", "--quiet", "-o", plan
+    )
+    assert done.code == 0 and len(read_plan(plan).settings["exact"]) == 4
+    refused(call(capsys, "solve", model, "--budget", "100%", "--exact"), 2, "exact is given", "--options chunks")
+    refused(call(capsys, "info", plan, "--exact"), 2, "--exact selects optional ops of a graph")

@@ -1,4 +1,4 @@
-"""Recorded steps hold and allocate what was counted, within the budget; on a stand-in for CUDA, and on a GPU with ``-m gpu``."""
+"""Recorded steps: bytes that were counted, copies to the host, what records them; on a stand-in, or a GPU (``-m gpu``)."""
 
 import gc
 import weakref
@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import planner
-from graphs.errors import InfeasibleError
+from graphs.errors import CopyError, InfeasibleError, PlannerError, TraceError
 from graphs.ir import Kind
+from graphs.pools import HOST
 from graphs.schedule import keep_everything
+from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
@@ -25,6 +27,7 @@ from planner.runtime.cuda.graph_pool import compute_pool_bytes
 from planner.runtime.cuda.graphed_step import prepare_for_recording, record
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import get_workspaces, warm_up_libraries
+from planner.runtime.transfers.channels import HostChannels
 from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
@@ -34,8 +37,10 @@ from planner.train.distributed.ranks import SingleProcess
 from planner.train.distributed.wrappers import Unwrapped
 from solvers.tolerance import Tolerance
 from tests.support.cuda_device import Order, cuda_device, on_device
-from tests.support.cuda_device.steps import dropout_and_norm, recorded, train
-from tests.support.marks import slow
+from tests.support.cuda_device.memory import WORKSPACE_BYTES
+from tests.support.cuda_device.steps import LOOPS, dropout_and_norm, recorded, train
+from tests.support.marks import slow, slow_except
+from tests.support.models.offloaded import offering, with_random_copies
 from tests.support.models.outcomes import assert_same
 from tests.support.models.steps import make, random_schedule
 
@@ -283,3 +288,162 @@ def test_infeasible_reserved_budget_reports_memory_outside_the_pool() -> None:
         planner.compile(*workload, budget="75.6MB", cuda_graph=True, passes=1)
     plan = planner.compile(*workload, budget="109.06MB", cuda_graph=True, passes=1).plan
     assert plan.reserved.total_bytes <= plan.budget_bytes
+
+
+ORDERS = [*(Order.ALL_LATE, Order.RANDOM), *slow(Order.OTHERS_LATE, Order.OTHERS_FIRST)]
+
+CUDA = torch.device("cuda:0")
+
+
+def recorded_step(workload: Workload, seed: int, host_bytes: int | None = None) -> tuple[Executor, HostChannels]:
+    """The recorded step of a schedule that copies at random."""
+    captured = prepare_for_recording(capture(*workload))
+    offered = offering(captured)
+    schedule = with_random_copies(offered.graph, keep_everything(captured.graph), seed)
+    channels = HostChannels(CUDA, host_bytes)
+    executor = Executor(offered, schedule, workload.model, workload.loss_fn, channels)
+    record(captured, executor, TrainingStep(workload.model, workload.loss_fn), workload.batch, CudaGraphs(CUDA))
+    return executor, channels
+
+
+@pytest.mark.parametrize("loop", slow_except(LOOPS, "accumulated, clipped"))
+@pytest.mark.usefixtures("_cuda")
+def test_a_recorded_step_that_copies_trains_as_the_step_does_op_by_op(loop: str) -> None:
+    workload, other = dropout_and_norm(), dropout_and_norm()
+    captured = prepare_for_recording(capture(*other))
+    launched = Executor(captured, keep_everything(captured.graph), other.model, other.loss_fn)
+    wanted = train(other, launched, **LOOPS[loop])
+    step, _ = recorded_step(workload, seed=3)
+    assert_same(wanted, train(workload, step, **LOOPS[loop]))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["mutated", *slow("tied")])
+def test_copies_may_be_under_way_where_the_forward_pass_ends(name: str, order: Order) -> None:
+    between = 0
+    for seed in range(2):
+        with cuda_device(order=order, seed=seed) as cuda:
+            workload, other = on_device(make(name)), on_device(make(name))
+            eager = train(other, TrainingStep(other.model, other.loss_fn), batches=2)
+            step, channels = recorded_step(workload, seed)
+            locked = dict(cuda.locked)
+            assert_same(eager, train(workload, step, batches=2))
+            assert cuda.locked == locked
+            assert channels.memory.peak_bytes == simulate(step.graph, step.schedule).pool_peaks_bytes[1]
+            between += ".take(" in step.launched.source.partition("def backward")[0]
+            del step, channels
+            gc.collect()
+            assert not cuda.locked
+    assert between
+
+
+def test_recordings_that_follow_each_other_use_the_same_memory() -> None:
+    with cuda_device() as cuda:
+        step, channels = recorded_step(dropout_and_norm(), seed=3)
+        needed = channels.memory.allocated_bytes
+        del step
+        gc.collect()
+        assert needed == channels.memory.allocated_bytes > 0 and cuda.locked
+        channels.memory.let_stay()  # as another recording begins
+        assert channels.memory.allocated_bytes == 0 and not cuda.locked
+
+
+def test_a_host_without_room_for_copies_of_all_sizes_is_one_error() -> None:
+    with cuda_device():
+        workload = dropout_and_norm()
+        step, channels = recorded_step(workload, seed=3)
+        needed = channels.memory.allocated_bytes
+        del step, channels
+        with pytest.raises(CopyError, match=r"a CUDA graph keeps memory for copies of each size; raise host_budget="):
+            recorded_step(workload, seed=3, host_bytes=needed - 1)
+        recorded_step(workload, seed=3, host_bytes=needed)
+        gc.collect()
+
+
+@pytest.mark.usefixtures("_stand_in")
+def test_copies_by_threads_are_not_recorded() -> None:
+    workload = dropout_and_norm()
+    captured = prepare_for_recording(capture(*workload))
+    offered = offering(captured)
+    threads = HostChannels(torch.device("cpu"))
+    executor = Executor(offered, keep_everything(captured.graph), workload.model, workload.loss_fn, threads)
+    step = TrainingStep(workload.model, workload.loss_fn)
+    with pytest.raises(PlannerError, match=r"only copies on streams of CUDA can be recorded: leave out options="):
+        record(captured, executor, step, workload.batch, CudaGraphs(CUDA))
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_one_call_plans_a_cuda_graph_with_copies() -> None:
+    workload = dropout_and_norm()
+    step = planner.compile(
+        *workload, budget="1GB", optimizer="adamw", cuda_graph=True, options=["offload"], link="25GB/s", host_budget="1GB"
+    )
+    assert step.plan.measured_peak_bytes <= 10**9
+    assert step.plan.eager.identical
+    assert HOST in step.plan.pool_peaks_bytes
+    step(*workload.batch).backward()
+
+
+@pytest.mark.parametrize("order", Order)
+def test_replay_runs_after_previously_launched_work(order: Order) -> None:
+    with cuda_device(order=order):
+        x = torch.ones(1000, device=CUDA)
+        recorder = CudaGraphs(CUDA)
+        recorder.warm_up(lambda: x * 3)
+        made, replay = recorder.record(lambda values: values * 3 + 1, x)
+        for value in (2.0, 5.0):
+            x.fill_(value)
+            replay()
+            assert made.tolist() == [3 * value + 1] * 1000
+
+
+@pytest.mark.parametrize("order", Order)
+def test_function_is_warmed_up_after_previously_launched_work(order: Order) -> None:
+    with cuda_device(order=order):
+        x = torch.ones(1000, device=CUDA)
+        CudaGraphs(CUDA).warm_up(lambda: x.mul_(2))
+        assert x.tolist() == [8.0] * 1000
+
+
+def test_the_pool_holds_a_segment_and_the_workspace() -> None:
+    with cuda_device() as cuda:
+        x = torch.ones(16, 16, device=CUDA)
+        recorder = CudaGraphs(CUDA)
+        recorder.warm_up(lambda: x @ x)
+        made, _ = recorder.record(lambda: x @ x)
+        assert recorder.count_held_bytes() == 2 * MIB + WORKSPACE_BYTES
+        again, _ = recorder.record(lambda: made @ x)
+        assert recorder.count_held_bytes() == 2 * MIB + WORKSPACE_BYTES
+        assert not cuda.memories[0].workspaces
+        assert made.data_ptr() != again.data_ptr()
+
+
+def waits(x: torch.Tensor) -> float:
+    return x.sum().item()
+
+
+def leaves_a_stream(x: torch.Tensor) -> torch.Tensor:
+    side = torch.cuda.Stream(CUDA)
+    side.wait_stream(torch.cuda.current_stream(CUDA))
+    with torch.cuda.stream(side):
+        return x + 1
+
+
+@pytest.mark.parametrize(("function", "said"), [(waits, "operation not permitted"), (leaves_a_stream, "unjoined work")])
+def test_failed_capture_raises_with_its_cause(function: Callable[..., Any], said: str) -> None:
+    with cuda_device() as cuda:
+        x = torch.ones(10, device=CUDA)
+        with pytest.raises(TraceError, match=rf"cannot be captured as a CUDA graph: .*{said}.*; leave out cuda_graph=True"):
+            CudaGraphs(CUDA).record(function, x)
+        assert torch.cuda.current_stream(CUDA) is cuda.defaults[0] and not cuda.memories[0].workspaces
+        assert (x + 1).tolist() == [2.0] * 10
+
+
+@pytest.mark.parametrize("loop", slow_except(LOOPS, "accumulated, clipped"))
+@pytest.mark.usefixtures("_cuda")
+def test_a_cuda_graph_trains_as_the_planned_step_does(loop: str) -> None:
+    workload, other = dropout_and_norm(), dropout_and_norm()
+    captured = prepare_for_recording(capture(*other))
+    launched = Executor(captured, random_schedule(captured.graph, 1), other.model, other.loss_fn)
+    wanted, found = train(other, launched, **LOOPS[loop]), train(workload, recorded(workload), **LOOPS[loop])
+    assert_same(wanted, found)

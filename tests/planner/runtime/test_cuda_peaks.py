@@ -1,4 +1,4 @@
-"""Peaks that are measured on CUDA, on a stand-in: those of the step, apart from what libraries keep for threads and streams."""
+"""Peaks and times that are measured on CUDA, on a stand-in: those of the step, without what libraries keep for threads."""
 
 import gc
 
@@ -11,10 +11,12 @@ from benchmarks.models.parts import FunctionModule
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
+from planner.capture.replay import collect_static
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.measure.observation import PeakWatch
+from planner.measure.device_profile import profile_other_devices
+from planner.measure.observation import OpTimer, PeakWatch
 from planner.measure.pool_memory import measure_peak
 from planner.measure.steps import get_loss
 from planner.measure.tracing import profile_capture
@@ -29,6 +31,7 @@ from tests.support.budgets import assert_is_peak, between
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.memory import LIBRARY_BYTES
 from tests.support.cuda_device.steps import assert_as_eager
+from tests.support.marks import slow
 from tests.support.models.steps import make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -168,3 +171,41 @@ def test_method_peak_includes_memory_of_its_own_cuda_graphs(monkeypatch: pytest.
         kept.clear()
     assert graphed.peak_bytes - plain.peak_bytes == 20 * 2**20  # a whole segment
     assert again.peak_bytes == plain.peak_bytes  # another method's graph is not its own
+
+
+@pytest.mark.parametrize("current", [1, *slow(0)])
+@pytest.mark.parametrize("place", ["cuda:0", "cuda:1"])
+def test_ops_are_timed_on_the_device_of_the_model(place: str, current: int) -> None:
+    with cuda_device(devices=2), torch.cuda.device(current):
+        workload = on_device(make("tied"), place)
+        captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
+        assert all(op.time_s > 1e-6 for op in captured.graph.ops if op.outputs)
+        step = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
+        timer = OpTimer(step, steps=1)
+        for done in (False, True):  # the second one for the host
+            get_loss(step(*workload.batch)).backward()
+            assert timer.done is done
+        assert timer.compute_times_s() == pytest.approx({op.id: op.time_s for op in captured.graph.ops})
+
+
+def test_allocation_rounding_does_not_exclude_ops_from_other_devices() -> None:
+    with cuda_device():
+        workload = make("tied")
+        captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
+        static = collect_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch)
+        (other,) = profile_other_devices(captured, static, ["cuda:0"], passes=1)
+        small = [op for op in captured.graph.program if any(captured.graph.tensors[t].size_bytes % 512 for t in op.outputs)]
+        assert small and any(other.times_s[op.id] is not None for op in small)
+
+
+@pytest.mark.parametrize("current", [1, *slow(0)])
+def test_other_device_is_timed_on_that_device(current: int) -> None:
+    with cuda_device(devices=2), torch.cuda.device(current):
+        workload = on_device(make("tied"), "cuda:0")
+        captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
+        static = collect_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch)
+        (other,) = profile_other_devices(captured, static, ["cuda:1"], passes=1)
+        able = {op.id: op.time_s for op, time_s in zip(captured.graph.program, other.times_s, strict=True) if time_s is not None}
+        assert len(able) > len(captured.graph.ops) // 2
+        assert {op: other.times_s[op] for op in able} == pytest.approx(able)
+        assert other.exact == tuple(able) and other.differs == ""

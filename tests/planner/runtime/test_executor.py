@@ -1,4 +1,4 @@
-"""The planned step in use: interface, errors, and what it leaves in memory."""
+"""The planned step in use: the budget as measured, interface, errors, and what it leaves in memory."""
 
 import copy
 import linecache
@@ -17,14 +17,20 @@ from benchmarks.storages import LiveStorages
 from graphs.errors import GraphError, InfeasibleError, MismatchError, ScheduleError
 from graphs.schedule import Free, keep_everything, schedule_of
 from planner.capture.lowering.lower import Capture
+from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.measure.pool_memory import measure_peak
+from planner.measure.run_plan import run
+from planner.measure.tracing import profile_capture
 from planner.runtime.allocator import record_cpu_allocations
 from planner.runtime.code import compile_schedule
 from planner.runtime.devices import Devices
 from planner.runtime.executor import Executor
-from tests.support.budgets import HALF_WAY
-from tests.support.models.steps import capture_of, make, random_schedule
+from planner.settings.plan import PlanSettings
+from tests.support.budgets import HALF_WAY, on_the_way
+from tests.support.marks import slow_except
+from tests.support.models.steps import STEPS, capture_of, make, random_schedule, solve_for
 
 
 @cache
@@ -236,3 +242,22 @@ def test_dispatch_mode_around_the_step_is_accepted() -> None:
     with LiveStorages([]) as storages:
         step(*batch).backward()
     assert storages.peak_bytes > 0
+
+
+QUICK = ("gpt2_sdpa", "tied", "frozen", "mutated", "shared_gradient")
+
+
+@pytest.mark.parametrize("name", slow_except(STEPS, *QUICK))
+def test_measured_peak_is_within_the_budget_and_as_predicted(name: str) -> None:
+    workload = make(name)
+    captured = profile_capture(capture_of(name), workload, PlanSettings(passes=1))
+    step = TrainingStep(workload.model, workload.loss_fn)
+    for budget in on_the_way(captured.graph, 1.0, 0.6, 0.3, 0.1):
+        plan = solve_for(0.0, captured.graph, budget)
+        executor = Executor(captured, plan.schedule, workload.model, workload.loss_fn)
+        measured = measure_peak(captured, executor, step, workload.batch).peak_bytes
+        assert measured <= budget
+        assert abs(measured - plan.peak_bytes) <= 0.01 * plan.peak_bytes
+    report = run(plan, *workload, repeats=1)
+    assert report.measured_peak_bytes == measured
+    assert report.identical

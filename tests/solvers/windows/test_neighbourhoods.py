@@ -1,4 +1,4 @@
-"""Restricted models: what they allow, that what they find fits, and how ways to look for schedules take turns."""
+"""Restricted models: what they allow, what fits, whose turn it is, and which graphs that solutions commit to come next."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graphs.ir import Graph
+from graphs.options import remove_options
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_training_step
+from graphs.synthetic.random_graphs import draw_options, draw_training_step
 from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.clock import WallClock, WorkClock
@@ -18,12 +20,17 @@ from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.least import bracket_least_budget
 from solvers.problem import Problem, build_problem
+from solvers.request import Request
 from solvers.windows.decoding.decode import Trial, order_of, try_out
+from solvers.windows.decoding.plain_graph import build_plain_graph
 from solvers.windows.decoding.refinement import order_stages, refine_windows
+from solvers.windows.driver import run_plain
+from solvers.windows.part_process import Inbox
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.draft import ModelDraft
 from solvers.windows.relaxation.models import compose
 from solvers.windows.search import Search
+from solvers.windows.strategies.commitments import Commitment, Commitments
 from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, Restarts, RestrictedModel
 from solvers.windows.strategies.restricted_model import (
     CandidateSet,
@@ -32,7 +39,8 @@ from solvers.windows.strategies.restricted_model import (
     list_restricted_families,
 )
 from solvers.windows.strategies.strategy import SteppedStrategy, share_evenly, share_time
-from tests.support.budgets import peak_bytes
+from solvers.windows.strategies.substitution import list_simple_substitutions, substitute
+from tests.support.budgets import budget_at, peak_bytes
 from tests.support.solvers.answers import ask
 
 
@@ -223,3 +231,58 @@ def test_a_problem_without_room_ends() -> None:
     neighbourhoods.begin()
     assert sum(1 for _ in Restarts(search, neighbourhoods).take_steps()) < 100
     assert search.incumbent.best is None
+
+
+def commitments(graph: Graph) -> tuple[Commitments, list[Commitment]]:
+    """Those of doing what the graph's simple choices are, each known of as what a relaxation does."""
+    search = Search.of(Request(graph, budget_at(remove_options(graph), 0.6), clock=WorkClock(5.0)))
+    found, own = Commitments(search), []
+    for instead in [frozenset[int](), *list_simple_substitutions(search.problem)]:
+        order = substitute(search.problem, instead)
+        own.append(Commitment(build_plain_graph(search.problem, order.computed), instead, frozenset()))
+    found.all = dict(enumerate(own))
+    return found, own
+
+
+def test_the_best_is_solved_for_as_long_as_all_others_that_come_in() -> None:
+    found, (first, *_) = commitments(draw_options(7, 50))
+    first.promise_s = 1.0
+    turns = []
+    for _ in range(9):
+        new = Commitment(first.plain, first.instead, frozenset())  # one more each time, never solved
+        found.all[len(found.all)] = new
+        commitment = found.choose_next()
+        assert commitment is not None
+        turns.append(commitment is first)
+        commitment.runs += 1
+        commitment.spent += 3.0 if commitment is first else 1.0
+        assert first.spent <= sum(c.spent for c in found.all.values() if c is not first) + 3.0
+    assert turns == [True, False, False, False] * 2 + [True]
+
+
+def test_commitments_alternate_and_closed_ones_are_skipped() -> None:
+    found, (first, second, third, *rest) = commitments(draw_options(7, 50))
+    for commitment in rest:
+        commitment.closed = True
+    first.runs, second.runs, third.runs = 2, 1, 1
+    third.promise_s = 2.0
+    third.spent = 1.0
+    assert found.choose_next() is second  # the third is the best, and has had more than the others
+    second.closed = True
+    assert found.choose_next() is first
+    first.closed = True
+    assert found.choose_next() is third
+    third.closed = True
+    assert found.choose_next() is None
+
+
+def test_a_solve_is_counted_by_the_clock() -> None:
+    found, (first, *_) = commitments(draw_options(7, 50))
+    first.promise_s = 1.0
+    now = found.search.clock.now
+    searches = found.generate_searches(Inbox())
+    run_plain(next(searches))
+    spent = found.search.clock.now - now
+    next(searches)
+    assert first.runs == 1
+    assert first.spent == spent > 0

@@ -1,14 +1,17 @@
-"""Which arguments calls of Inductor's wrapper write to: by the types, the source or the schema of what is called."""
+"""What calls of Inductor's wrapper write to, by types, source or schema, and the inputs that may be written over."""
 
 import ast
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from graphs.errors import TraceError
 from planner.capture.kernels.writes import Kernels, Writes
-from tests.support.inductor.wrapper_code import cpp, module, namespace, triton
+from planner.capture.program.program import Call, Ref
+from tests.support.inductor.wrapper_code import call, cpp, execute, module, namespace, read, triton
 
 TRITON = ("in_out_ptr0", "in_ptr0", "in_ptr1", "out_ptr0", "out_ptr12", "ws_ptr", "output", "xnumel")
 KERNELS = {
@@ -77,3 +80,56 @@ def test_a_kernel_that_a_model_brings_along_is_refused() -> None:
 def test_another_way_to_compile_is_refused() -> None:
     with pytest.raises(TraceError, match=r"^Inductor compiled cuda_gemm by async_compile\.cuda, and it is not known"):
         called("cuda_gemm.run(a)", {"cuda_gemm": "async_compile.cuda(r'''extern''', 'so')"})
+
+
+def cpp_add(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(a + b)
+
+
+ADDITIONS = {"cpp_add": cpp("const float*", "const float*", "float*")}
+NAMES = namespace(cpp_add=cpp_add)
+X, Y = torch.arange(4.0), torch.arange(4.0) + 10
+
+
+def over(*pairs: tuple[str, str]) -> str:
+    """Statements by which a module says what may be written over what."""
+    return "".join(f"{('may be written over', *pair)!r}\n" for pair in pairs)
+
+
+def test_launch_lists_the_inputs_it_may_overwrite() -> None:
+    body = f"""
+primals_1, primals_2 = args
+buf0 = empty_strided_cpu((1, 4), (4, 1), torch.float32)
+{over(("primals_1", "buf0"), ("primals_2", "buf0"), ("buf7", "buf0"))}cpp_add(primals_1, primals_2, buf0)
+return (buf0, )
+"""
+    source = module(body, ADDITIONS)
+    wrapper, returned = read(source, NAMES, 2)
+    (launch,) = wrapper.launches
+    views = [Call(NAMES["reinterpret_tensor"], (Ref(i), (1, 4), (4, 1), 0)) for i in range(2)]
+    assert launch.over == [(2, 0, views[0]), (2, 1, views[1])]
+    assert torch.equal(execute(wrapper, returned, [X, Y])[0], call(source, NAMES, [X, Y])[0])
+    given = X.clone()
+    launch.statements[0] = replace(launch.statements[0], value=views[0])
+    (found,) = execute(wrapper, returned, [given, Y])
+    assert found.data_ptr() == given.data_ptr()
+    assert torch.equal(found.view(4), X + Y)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "cpp_add(primals_1, reinterpret_tensor(primals_1, (4, ), (1, ), 0), buf0)",  # another element of it may be read
+        "cpp_add(reinterpret_tensor(primals_1, (4, ), (1, ), 0), primals_2, buf0)",  # not as the kernel was generated for
+        "cpp_add(primals_2, primals_2, buf0)",
+    ],
+)
+def test_inputs_passed_in_another_form_are_not_overwritten(kernel: str) -> None:
+    body = f"""
+primals_1, primals_2 = args
+buf0 = empty_strided_cpu((4, ), (1, ), torch.float32)
+{over(("primals_1", "buf0"))}{kernel}
+return (buf0, )
+"""
+    wrapper, _ = read(module(body, ADDITIONS), NAMES, 2)
+    assert [launch.over for launch in wrapper.launches] == [[]]

@@ -1,5 +1,6 @@
-"""From a graph and a budget to a plan, in an arena or not: what is passed on, and what is refused."""
+"""From a graph and a budget to a plan: what is passed on and refused, why a solve ended, and how long all of it took."""
 
+import itertools
 import re
 import time
 from collections.abc import Callable
@@ -27,14 +28,18 @@ from planner.plans.solve import solve
 from planner.plans.summary import summarize
 from planner.progress import Event, Progress
 from planner.settings.counted_memory import CountedMemory
-from planner.show.report.describe import plan_text
+from planner.show.report.describe import plan_data, plan_text
+from solvers import clock
 from solvers.addresses.solve import solve as solve_addresses
 from solvers.clock import Clock, WallClock, measure_rest
 from solvers.order.reorder import Reordering, find_order
 from solvers.registry import get_solver
 from solvers.request import Request
-from solvers.result import Result, Status
+from solvers.result import Ending, Result, Status
 from solvers.tolerance import WIDENING, Tolerance
+from solvers.windows import driver
+from solvers.windows.strategies.first_schedules import EvictionRules, KeepEverything
+from tests.support.budgets import budget_at
 from tests.support.graphs.options import on_devices
 from tests.support.solvers.answers import script_solver
 
@@ -267,3 +272,63 @@ def test_max_overhead_with_arena_raises() -> None:
     graph = draw_training_step(1, 4)
     with pytest.raises(UsageError, match="max_overhead"):
         solve(graph, max_overhead=0.1, arena=True)
+
+
+# Takes minutes to be solved to the last bit.
+GRAPH = draw_training_step(2, 80)
+BUDGET = budget_at(GRAPH, 0.25)
+
+
+def test_a_gap_within_a_wide_tolerance_is_not_called_optimal() -> None:
+    plan = planner.solve(GRAPH, BUDGET, tolerance=5.0, work_limit=5.0, reorder=False)
+    assert 1e-3 < plan.gap <= 5.0
+    assert plan.status is Status.WITHIN
+    said = f"{plan}\n{plan_text(plan)}"
+    assert "optimal" not in said and "the gap is within the tolerance" in said and "tolerance 500%" in said
+    assert planner.solve(GRAPH, "100%", tolerance=5.0, reorder=False).status is Status.OPTIMAL  # nothing is recomputed
+
+
+def test_the_status_follows_from_gap_and_tolerance() -> None:
+    plan = planner.solve(GRAPH, BUDGET, tolerance=5.0, work_limit=5.0, reorder=False)
+    close = replace(plan, bound_s=plan.time_s / 1.0005)
+    assert close.status is Status.OPTIMAL
+    assert replace(close, settings={**close.settings, "tolerance": 1e-4}).status is Status.FEASIBLE
+    assert replace(close, bound_s=plan.time_s / 7).status is Status.FEASIBLE
+    assert replace(close, bound_s=None).status is Status.FEASIBLE
+    written = plan_to_dict(plan)
+    assert written["status"] == "within tolerance" and plan_from_dict(written).status is Status.WITHIN
+    with pytest.raises(MismatchError, match=r"says that it is within tolerance, but its gap of .* is over the tolerance"):
+        plan_from_dict({**written, "bound_s": plan.time_s / 7})
+
+
+def test_a_solve_that_reaches_its_limit_says_so() -> None:
+    plan = planner.solve(GRAPH, BUDGET, tolerance=0.0, work_limit=0.5, reorder=False)
+    assert (plan.status, plan.ended) == (Status.FEASIBLE, Ending.LIMIT)
+    assert "the limit was reached: a longer one may lower the gap" in plan_text(plan)
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+    assert plan_data(plan)["ended"] == "limit"
+
+
+def test_a_solve_that_is_stopped_says_so() -> None:
+    found: list[object] = []
+    plan = planner.solve(
+        GRAPH, BUDGET, tolerance=0.0, work_limit=100.0, reorder=False, on_plan=found.append, should_stop=lambda: bool(found)
+    )
+    assert (plan.status, plan.ended) == (Status.FEASIBLE, Ending.STOPPED)
+    assert "it was stopped early" in str(plan)
+
+
+def test_a_solve_with_nothing_left_to_try_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = tuple(stage for stage in driver.STAGES if stage.strategy in (KeepEverything, EvictionRules))
+    monkeypatch.setattr(driver, "STAGES", few)
+    plan = planner.solve(GRAPH, BUDGET, tolerance=0.0, work_limit=100.0, reorder=False)
+    assert (plan.status, plan.ended) == (Status.FEASIBLE, Ending.EXHAUSTED)
+    assert "nothing was left to try: more time is of no use" in plan_text(plan)
+
+
+def test_the_seconds_are_those_of_the_whole_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(clock.time, "monotonic", lambda: float(next(ticks)))
+    began = next(ticks)
+    plan = planner.solve(GRAPH, None, max_overhead=0.2, tolerance=0.5, work_limit=2.0, reorder=False)  # several solves
+    assert next(ticks) - began - 3 <= plan.seconds < next(ticks) - began

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import TYPE_CHECKING
 
+from graphs.escape import escape_text
 from graphs.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -23,11 +24,11 @@ def format_graph(graph: "Graph") -> str:
             *(f"{name:<{width}}  {value}" for name, value in lines),
             "largest tensors",
             *(
-                f"  {format_bytes(t.size_bytes):>10}  {_make_printable(t.name)} {_make_printable(t.dtype)}{list(t.shape)}"
+                f"  {format_bytes(t.size_bytes):>10}  {escape_text(t.name)} {escape_text(t.dtype)}{list(t.shape)}"
                 for t in largest
             ),
             *(["slowest ops"] if slowest else []),
-            *(f"  {format_seconds(op.time_s):>10}  {_make_printable(op.name)} ({_make_printable(op.target)})" for op in slowest),
+            *(f"  {format_seconds(op.time_s):>10}  {escape_text(op.name)} ({escape_text(op.target)})" for op in slowest),
         )
     )
 
@@ -41,7 +42,7 @@ def _iterate_lines(graph: "Graph") -> Iterator[tuple[str, str]]:
     for key in ("model", "device", "inputs"):
         if key in graph.provenance:
             value = graph.provenance[key]
-            yield key, _make_printable(", ".join(map(str, value)) if isinstance(value, list | tuple) else value)
+            yield key, escape_text(", ".join(map(str, value)) if isinstance(value, list | tuple) else value)
     program, optional = graph.program, len(graph.ops) - len(graph.program)
     phases = tuple(dict.fromkeys(op.phase for op in program))
     counts = ", ".join(f"{sum(op.phase is phase for op in program):,} {phase}" for phase in phases)
@@ -55,8 +56,3 @@ def _iterate_lines(graph: "Graph") -> Iterator[tuple[str, str]]:
 
 def _time_s(ops: "tuple[Op, ...]", phase: "Phase") -> float:
     return sum(op.time_s for op in ops if op.phase is phase)
-
-
-def _make_printable(value: object) -> str:
-    """Return `value` as text that cannot control a terminal: names come from files."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))

@@ -15,11 +15,11 @@ from difflib import get_close_matches
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
+from graphs.escape import escape_lines, escape_text
 from graphs.optimizers import OPTIMIZERS
 from planner.capture.options import OPTIONS, list_step_option_names
 from planner.cli import argument_types
 from planner.plans.select_attributes import select_attributes
-from planner.progress.escape import escape_lines, escape_text
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import DEVICES
 from planner.settings.option_settings import LINK, OptionSettings, build_option_settings

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from graphs.errors import BudgetError, PlannerError, UsageError
+from graphs.escape import escape_text
 from graphs.ir import Graph
 from graphs.options import remove_options
 from graphs.schedule import Schedule
@@ -20,7 +21,6 @@ from planner.measure.machine import commit, describe_machine
 from planner.memory.reserved import choose_memory, predict_eager_bytes, predict_reserved_at
 from planner.plans.select_attributes import select_attributes
 from planner.plans.summary import summarize
-from planner.progress.escape import escape_text
 from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, find_missing, open_rows, record_memory

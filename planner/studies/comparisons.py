@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 
+from graphs.escape import escape_text
 from graphs.io.files import write_text
 from graphs.units import format_bytes
-from planner.progress.escape import escape_text
 from planner.studies.best_rows import NOT_TRIED, WHY_NOT, build_tuned_table
 from planner.studies.comparison_plots import plot_measured, plot_memory, plot_overhead
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, bound_of, list_methods, select_simulated

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from graphs.escape import escape_text
 from graphs.units import format_bytes, format_ratio
 from planner.plans.select_attributes import select_attributes
-from planner.progress.escape import escape_text
 from planner.show.views.text import format_table
 from planner.studies.curve import Curve
 from planner.studies.curve_text import PERCENT, column, list_reserved_columns

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from graphs.escape import escape_text
 from graphs.ir import Op
 from graphs.options.selection import LEFT_OUT
 from graphs.pools import HOST, Pool
@@ -12,7 +13,6 @@ from planner.capture.options import needs
 from planner.plans.eager import describe_slower
 from planner.plans.plan import Plan
 from planner.plans.select_attributes import select_attributes
-from planner.progress.escape import escape_text
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.link import MEASURED_LINK, get_measured_link
 from planner.settings.option_settings import read_recorded_link, read_recorded_options

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.errors import PlannerError, UsageError
+from graphs.escape import escape_text
 from graphs.io.files import check_writable, write_bytes
-from planner.progress.escape import escape_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 from markupsafe import escape
 
 from graphs.errors import PlannerError
+from graphs.escape import escape_lines, escape_text
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.plans.plan_check import apply_plan_options
 from planner.plans.record import PlanRecord
 from planner.plans.select_attributes import select_attributes
-from planner.progress.escape import escape_lines, escape_text
 from planner.show.facts.baselines import Baseline, build_baselines
 from planner.show.facts.timeline import Timeline
 from planner.show.views.memory_plot import plot_plan

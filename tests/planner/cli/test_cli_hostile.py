@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from graphs.errors import OutputError
+from graphs.escape import escape_lines, escape_text
 from graphs.io.files import check_folder, is_stdout, open_descriptor, write_text
 from graphs.io.formats import write_graph
 from graphs.io.graph_document import convert_to_dict
@@ -24,7 +25,6 @@ from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.plan import Plan, read_plan
 from planner.plans.solve import solve
 from planner.progress import LineView
-from planner.progress.escape import escape_lines, escape_text
 from planner.show.facts.timeline import Timeline
 from planner.show.views import figures
 from planner.studies.comparison_rows import ComparisonRow

@@ -164,12 +164,12 @@ def solve_graph(
     graph = settings.options.apply(graph)
     if isinstance(budget, Overhead):
         check_compatible(settings.features | {Feature.MAX_OVERHEAD})
-    memory = CountedMemory.ALLOCATED if isinstance(budget, Overhead) else choose_memory(graph, settings.memory)
-    plans = _Plans.of(graph, settings, memory)
-    if isinstance(budget, Overhead):
+        plans = _Plans.of(graph, settings, CountedMemory.ALLOCATED)
         stop = combine_stops(should_stop, must_stop)
         request = Request(graph, 0, settings.tolerance, clock, on_progress, stop, settings.params)
         return plans.plan_of(_solve_least_memory(request, budget.share, settings), clock)
+    memory = choose_memory(graph, settings.memory)
+    plans = _Plans.of(graph, settings, memory)
     budget_bytes = budget.resolve(plans.eager_bytes)
     request = Request(
         graph,

@@ -1,5 +1,7 @@
 """Rows: frozen dataclasses whose fields are the columns of a CSV, which is complete after every row. Imports pandas lazily."""
 
+import csv
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -161,19 +163,18 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     """
     if not path.exists():
         return []
-    import pandas as pd
-
     try:
-        # With its Python engine, pandas distinguishes a missing cell from an empty one; the header is read as a row.
-        table = pd.read_csv(path, header=None, dtype=str, keep_default_na=False, encoding="utf-8", engine="python")
-    except ValueError as error:  # from pandas' parser, or from decoding
-        raise OutputError(f"{path} is damaged ({str(error).strip()}): delete it") from None
-    header, *rows = table.itertuples(index=False, name=None)
-    if header != tuple(columns):
+        with path.open(encoding="utf-8", newline="") as file:
+            header, *rows = list(csv.reader(file, strict=True)) or [[]]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise OutputError(f"{path} is damaged ({error}): delete it") from None
+    if not header:
+        raise OutputError(f"{path} is damaged (it has no columns): delete it")
+    if tuple(header) != tuple(columns):
         raise OutputError(f"{path} has other columns than are written here: choose another folder, or delete it")
     for number, row in enumerate(rows, 1):
-        if not all(isinstance(cell, str) for cell in row):
-            raise OutputError(f"{path} is damaged (row {number} has fewer cells than there are columns): delete it")
+        if len(row) != len(columns):
+            raise OutputError(f"{path} is damaged (row {number} has {len(row)} cells for {len(columns)} columns): delete it")
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
@@ -210,14 +211,15 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, ob
     Raises:
         OutputError: it cannot be written.
     """
-    import pandas as pd
-
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"{path.parent} cannot be made: {error.strerror or error}") from error
-    cells = [["" if row[name] is None else str(row[name]) for name in columns] for row in rows]
-    write_text(path, pd.DataFrame(cells, columns=list(columns), dtype=str).to_csv(index=False, lineterminator="\n"))
+    table = io.StringIO()
+    writer = csv.DictWriter(table, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, table.getvalue())
 
 
 def build_frame(rows: Sequence[Row]) -> "pd.DataFrame":

@@ -1,8 +1,10 @@
 """Report on the rows of ``benchmarks.solve``: a page of tables and two figures, from the CSV alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -10,8 +12,7 @@ from matplotlib.ticker import NullFormatter
 
 from benchmarks.solve_case import TOLERANCE, SolverRow
 from planner.show.views.figures import COLORS, save_figure
-from planner.studies.rows import build_frame, summarize
-from planner.studies.tables import Column, format_markdown, format_values, group_by, iterate_rows
+from planner.studies.tables import Column, format_markdown, format_values, group_by
 from solvers.result import SOLVED
 
 NEAR = 0.005  # gap up to which a solve counts as near to optimal
@@ -22,6 +23,7 @@ BY_REFERENCE = "reference: Checkmate's program"
 _SUITES = (("#0072B2", "o"), ("#E69F00", "s"), ("#009E73", "^"), ("#CC79A7", "v"), ("#56B4E9", "P"), ("#000000", "X"))
 _REFERENCE_COLOR = "#D55E00"
 SOLVE = ["suite", "graph", "budget", "solver"]
+_NUMBERS: Mapping[Any, str] = {int: "Int64", int | None: "Int64", float: "float64", float | None: "float64"}
 NOTE = {
     "checkmate-24h": "Profiled training graphs, with what Gurobi (12 threads, up to 24 h) reached on Checkmate's program.",
     "reference": (
@@ -45,10 +47,21 @@ def format_table(rows: Sequence[SolverRow]) -> str:
 
 
 def compute_medians(rows: Sequence[SolverRow]) -> pd.DataFrame:
-    """Return a row for each solve: median times of its runs, their largest memory, else the values of the first run."""
-    solves = summarize(build_frame(rows), SolverRow, SOLVE).rename(columns={"run": "runs"})
+    """Return a row for each solve: median times of its runs, their largest memory, else the values of the first run.
+
+    Integer columns keep their type if some values are unknown.
+    """
+    columns = fields(SolverRow)
+    runs = pd.DataFrame(map(asdict, rows)).astype({one.name: _NUMBERS[one.type] for one in columns if one.type in _NUMBERS})
+    how = {one.name: one.metadata["summary"] for one in columns if one.name not in SOLVE}
+    solves = runs.groupby(SOLVE, sort=False, as_index=False).agg(how).rename(columns={"run": "runs"})
     over = {name: solves[f"{name}_s"] / solves["base_s"] - 1 for name in ("time", "bound")}
     return solves.assign(overhead=over["time"], bound=over["bound"], cost=solves["time_s"] / solves["reference_time_s"])
+
+
+def iterate_rows(frame: pd.DataFrame) -> Iterator[Any]:
+    """Yield the rows of `frame` as objects with a column per attribute; missing values are None."""
+    return iter(frame.astype(object).where(frame.notna(), None).itertuples(index=False))
 
 
 def find_solved(solves: pd.DataFrame) -> "pd.Series[bool]":

@@ -26,7 +26,7 @@ from planner.torch_private.capture import find_graph_breaks
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = ("planner", "solvers", "graphs")
-_NEEDED = ("remat-planner", "torch", "highspy", "PuLP", "scipy", "numpy", "pandas")
+_NEEDED = ("remat-planner", "torch", "highspy", "PuLP", "scipy", "numpy")
 _OPTIONAL = ("transformers", "accelerate", "lightning", "matplotlib", "bokeh", "dask")
 
 

@@ -1,9 +1,9 @@
-"""Rows: frozen dataclasses whose fields are the columns of a CSV, which is complete after every row. Imports pandas lazily."""
+"""Rows: frozen dataclasses whose fields are the columns of a CSV, which is complete after every row."""
 
 import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
@@ -16,7 +16,6 @@ from graphs.io.files import write_text
 from planner.measure.machine import commit
 
 if TYPE_CHECKING:
-    import pandas as pd
     import torch
     from _typeshed import DataclassInstance
 
@@ -41,7 +40,7 @@ def declare_column(said: str = "", *, default: object = MISSING, summary: str = 
     Args:
         said: description; the unit is the end of the column's name.
         default: value if it is not given.
-        summary: the function of pandas that sums up several rows of it, as in ``summarize``.
+        summary: the function of pandas that sums up several rows of it.
         place: FIRST: among the columns of the key, though it tells no rows apart.
     """
     return field(default=default, metadata={"said": said, "summary": summary, "place": place})
@@ -220,18 +219,3 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, ob
     writer.writeheader()
     writer.writerows(rows)
     write_text(path, table.getvalue())
-
-
-def build_frame(rows: Sequence[Row]) -> "pd.DataFrame":
-    """Return `rows` (one or more) as a table; integer columns keep their type if some values are unknown."""
-    import pandas as pd
-
-    kinds: dict[object, str] = {int: "Int64", int | None: "Int64", float: "float64", float | None: "float64"}
-    numbers = {field.name: kinds[field.type] for field in fields(rows[0]) if field.type in kinds}
-    return pd.DataFrame(map(asdict, rows)).astype(numbers)
-
-
-def summarize(table: "pd.DataFrame", kind: "type[DataclassInstance]", by: Sequence[str]) -> "pd.DataFrame":
-    """Return a row for each group of rows that are equal in the columns `by`; other columns use their declared summary."""
-    how = {field.name: field.metadata.get("summary", "first") for field in fields(kind) if field.name not in by}
-    return table.groupby(list(by), sort=False, as_index=False).agg(how)

@@ -1,16 +1,13 @@
 """Tables made of rows: columns are declared as data, with their titles, values and formats."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from graphs.units import format_bytes, format_ratio, format_seconds
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Item = TypeVar("Item")
 
@@ -72,11 +69,6 @@ def _divide(part: str, whole: str, item: object) -> float | None:
 def get_format(name: str) -> Callable[[Any], str]:
     """Return the format for values of the attribute `name`, by the unit in its name."""
     return next((form for end, form in UNITS.items() if name.endswith(end)), str)
-
-
-def iterate_rows(frame: "pd.DataFrame") -> Iterator[Any]:
-    """Yield the rows of `frame` as objects with a column per attribute; missing values are None."""
-    return iter(frame.astype(object).where(frame.notna(), None).itertuples(index=False))
 
 
 def build_lines(items: Iterable[object], columns: Iterable[Column | str]) -> list[tuple[str, ...]]:

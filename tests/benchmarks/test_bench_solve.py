@@ -1,5 +1,6 @@
 """The benchmark of the solver: its rows, what the table and the figures make of them, and one tiny run."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import pytest
 
 from benchmarks import solve_suites
 from benchmarks.solve import STUDY, main, solve_instance
+from benchmarks.solve_case import SolverRow
 from benchmarks.solve_suites import Instance, make_between, make_share_of_peak
+from benchmarks.solve_table import compute_medians, iterate_rows
 from graphs.synthetic.random_graphs import draw_training_step
 
 
@@ -33,6 +36,13 @@ def test_half_way_starts_where_a_schedule_is_known() -> None:
     assert solve_suites.find_half_way(marks, shares=(0.1,)) == (least + peak) // 2
     share = least / peak + 0.01
     assert solve_suites.find_half_way(marks, shares=(share, 0.1)) == (least + int(share * peak)) // 2
+
+
+def test_runs_are_summed_up_as_their_columns_say() -> None:
+    case = SolverRow(suite="zoo", graph="chain", budget="50%", solver="windows", run=0, budget_bytes=1, time_limit_s=1.0)
+    rows = [replace(case, run=run, seconds=seconds, resident_mb=9 - run) for run, seconds in enumerate((1.0, 5.0, 2.0))]
+    (found,) = iterate_rows(compute_medians(rows))
+    assert (found.graph, found.runs, found.seconds, found.resident_mb, found.model_rows) == ("chain", 2, 2.0, 9, None)
 
 
 def test_a_tiny_suite_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

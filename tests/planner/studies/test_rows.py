@@ -14,7 +14,6 @@ from planner.studies import comparison_rows
 from planner.studies.experiment import Study
 from planner.studies.rows import (
     Made,
-    build_frame,
     declare_column,
     declare_key,
     declare_value,
@@ -24,7 +23,6 @@ from planner.studies.rows import (
     order_by,
     read_csv,
     read_rows,
-    summarize,
     write_csv,
     write_rows,
 )
@@ -38,7 +36,6 @@ from planner.studies.tables import (
     format_values,
     group_by,
     group_side_by_side,
-    iterate_rows,
     join_markdown,
 )
 
@@ -258,14 +255,6 @@ def test_kept_rows_are_found_replaced_and_dropped(tmp_path: Path) -> None:
     assert [r.seconds for r in kept.of("a")] == [2.0, 1.0]
     kept.drop(kept.of("a"))
     assert list(kept) == read_rows(tmp_path / "rows.csv", Row) == [row("b", 0)]
-
-
-def test_runs_are_summed_up_as_their_columns_say() -> None:
-    rows = [row("a", part, seconds=seconds, peak_bytes=part) for part, seconds in enumerate((1.0, 5.0, 2.0))]
-    (found,) = iterate_rows(summarize(build_frame([*rows]), Row, ["case"]))
-    assert (found.case, found.part, found.seconds, found.peak_bytes) == ("a", 2, 2.0, 0)
-    (unknown,) = iterate_rows(build_frame([row("a", 0)]))
-    assert unknown.peak_bytes is None
 
 
 def test_cells_are_written_by_their_units() -> None:

@@ -114,9 +114,9 @@ def _load(program: Milp) -> highspy.Highs:
     lp.col_cost_, lp.col_lower_, lp.col_upper_ = program.cost, program.lower, program.upper
     lp.row_lower_, lp.row_upper_ = program.row_lower, program.row_upper
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = program.matrix.indptr
-    lp.a_matrix_.index_ = program.matrix.indices
-    lp.a_matrix_.value_ = program.matrix.data
+    lp.a_matrix_.start_ = program.matrix.starts
+    lp.a_matrix_.index_ = program.matrix.columns
+    lp.a_matrix_.value_ = program.matrix.values
     if program.integer.any():
         whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
         lp.integrality_ = [whole if is_whole else real for is_whole in program.integer]

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy.sparse import csr_array
 
-from solvers.highs.program import Milp
+from solvers.highs.program import Matrix, Milp
 
 POLL_EVERY = 2000  # entries of a matrix, a row counting as ten
 
@@ -71,7 +70,7 @@ class ProgramBuilder:
             lower=np.array(self.lower),
             upper=np.array(self.upper),
             integer=np.array(self.integer, dtype=bool),
-            matrix=csr_array((self._value, (self._row, self._column)), shape=shape),
+            matrix=Matrix.of(shape, self._row, self._column, self._value),
             row_lower=np.array(self._row_lower),
             row_upper=np.array(self._row_upper),
         )

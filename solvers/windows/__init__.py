@@ -6,7 +6,6 @@ the idea, docs/formulation.md the program, ``driver.py`` the loop.
 """
 
 import numpy as np
-import scipy
 
 from graphs.units import format_bytes, format_enough
 from solvers import highs
@@ -54,7 +53,7 @@ def solve(request: Request) -> Result:
         solver="windows",
         seconds=request.clock.seconds,
         settings={**request.settings, "tolerance": settled, "params": search.params.export(), **_record_windows(search)},
-        versions={"highs": highs.read_version(), "scipy": scipy.__version__, "numpy": np.__version__},
+        versions={"highs": highs.read_version(), "numpy": np.__version__},
         message=message,
         reason=Reason.TIME if status is Status.LIMIT else None,
         ended=None if message or status is not Status.FEASIBLE else request.choose_ending(last),

@@ -128,8 +128,8 @@ def write_with_pulp(program: StageProgram) -> tuple[pulp.LpProblem, list[Any]]:
     problem.setObjective(_sum((columns[c], weight) for c, weight in enumerate(milp.cost) if weight))
     matrix = milp.matrix
     for row, (low, high) in enumerate(zip(milp.row_lower, milp.row_upper, strict=True)):
-        entries = slice(matrix.indptr[row], matrix.indptr[row + 1])
-        total = _sum((columns[c], weight) for c, weight in zip(matrix.indices[entries], matrix.data[entries], strict=True))
+        entries = slice(matrix.starts[row], matrix.starts[row + 1])
+        total = _sum((columns[c], weight) for c, weight in zip(matrix.columns[entries], matrix.values[entries], strict=True))
         problem.addConstraint(total == low if low == high else total <= high, f"c{row}")
     return problem, columns
 

@@ -54,7 +54,7 @@ def solve_for_schedules(
         on_incumbent: as in ``solvers.highs.program.SolveCallbacks``.
     """
     stopping = search.stopping
-    search.clock.spend(_WORK_PER_ENTRY * program.matrix.nnz)  # of its construction
+    search.clock.spend(_WORK_PER_ENTRY * len(program.matrix.values))  # of its construction
     return solve_program(
         program,
         clock=search.clock.start_part(limit),

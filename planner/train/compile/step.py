@@ -16,7 +16,6 @@ from planner.plans.plan import Plan
 from planner.runtime.executor import Executor
 from planner.settings.option_settings import apply_recorded_options
 from planner.show.facts.timeline import Timeline
-from planner.show.report.page import write_pages
 from planner.show.views.plan_views import render_plan
 from planner.train.compile.eager_batches import fits_eager, has_earlier_gradients, release_for_eager
 from planner.train.compile.improvement import Consultation, PlanSwap
@@ -365,4 +364,6 @@ class PlannedStep:
                 "the plan was loaded from a cache, and its ops were not measured: there are no times to show; call "
                 "planner.compile without cache= for a report"
             )
+        from planner.show.report.page import write_pages  # with Jinja, whose memory training spares
+
         write_pages(Timeline(apply_recorded_options(self.measured, self.plan.settings), self.plan), path, trace)

@@ -27,7 +27,6 @@ from planner.settings.budget import Auto, Budget, Bytes, Share, read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
 from planner.show.facts.timeline import Timeline
-from planner.show.report.page import write_pages
 from planner.torch_private.checkpoints import Hooks, pack_recomputed
 from planner.torch_private.core import (
     find_higher_order_operator,
@@ -293,6 +292,8 @@ class Rematerialization:
             OutputError: a file cannot be written.
             UsageError: no step has ended.
         """
+        from planner.show.report.page import write_pages  # with Jinja, whose memory training spares
+
         found, step = self.plans.longest_plan, self._get_longest_step()
         if found is not None:
             plan, step = found.plan, found.step

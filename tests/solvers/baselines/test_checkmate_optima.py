@@ -385,7 +385,8 @@ def test_the_command_solves_and_writes_the_program(tmp_path: Path, capsys: pytes
     assert "add --solver checkmate" in capsys.readouterr().err
 
 
-def test_pulp_is_imported_only_by_checkmate() -> None:
-    code = "import sys, solvers.registry, planner.cli.main, solvers.windows; sys.exit('pulp' in sys.modules)"
+def test_packages_of_baselines_and_reports_are_not_imported_by_training() -> None:
+    imported = "sys, solvers.registry, planner.cli.main, planner.train.compile.compile, planner.train.eager.session"
+    code = f"import {imported}; sys.exit(bool({{'pulp', 'scipy', 'jinja2'}} & {{*sys.modules}}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
     assert get_solver("checkmate")(ask(make_training_chain(4), 4)).solver == "checkmate"

@@ -96,6 +96,8 @@ class _Joint:
                 if result.status in (Status.INFEASIBLE, Status.ERROR):
                     return self._build_result(result)
                 self.bound_s = max(result.bound_s or 0.0, self.bound_s or 0.0)
+            if self.request.is_interrupted() and (self.best is not None or self.seen):  # each was placed when it was seen
+                return self._build_result(result)
             if not self._learn(result) or self._is_over(result):
                 return self._build_result(result)
 

@@ -181,3 +181,13 @@ def test_the_caller_may_end_a_solve_once_a_schedule_has_addresses() -> None:
     )
     result = solve_in_arena(unending, asked, ArenaRules(2))
     assert result.schedule is not None and result.time_s == graph.time_s == told[-1].best_s
+
+
+def test_a_stopped_solve_places_no_schedule_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, budget = case(3, 5, 0.9)  # its first schedules do not fit
+    placed: list[Needs] = []
+    find = Needs.find_addresses
+    monkeypatch.setattr(Needs, "find_addresses", lambda needs, clock: placed.append(needs) or find(needs, clock))
+    result = solve_in_arena(solve, replace(ask(graph, budget), should_stop=lambda: bool(placed)), ArenaRules(2))
+    assert result.status is Status.LIMIT and result.schedule is None
+    assert len({needs.inside for needs in placed}) == len(placed) > 0

@@ -50,15 +50,14 @@ class FirstStepRow(Made):
         "VmData may grow by: half way between what the budget leaves and what eager training takes"
     )
     ready_rss_bytes: int | None = declare_value("RSS before planning, with the model and a batch in memory")
-    library_rss_bytes: int | None = declare_value(
-        "by how much building the model raises the RSS besides its tensors: what it imports"
-    )
     planning_rss_bytes: int | None = declare_value("highest RSS until planner.compile returns")
     training_rss_bytes: int | None = declare_value("highest RSS of the steps")
-    torch_rss_bytes: int | None = declare_value("RSS of a process that has imported torch and nothing else")
-    dynamo_rss_bytes: int | None = declare_value("RSS of a process that has imported torch._dynamo and nothing else")
+    interpreter_bytes: int | None = declare_value("RSS after planning, without parameters and buffers, and with no memory cached")
+    arena_bytes: int | None = declare_value("of the plan in use after the last step; none: in no arena")
     digest: str = declare_text("of all losses, and of parameters, buffers and the random state in the end")
     step_s: float | None = declare_value("median of the last steps, with the optimizer's")
+    passes_s: float | None = declare_value("the same without the optimizer's")
+    predicted_s: float | None = declare_value("that, predicted by the plan in use after the last step")
     capture_s: float | None = declare_value("of capturing the step, a part of planning")
     compile_s: float | None = declare_value("of planner.compile")
     first_step_s: float | None = declare_value("from the call to the end of the first step")
@@ -91,16 +90,14 @@ class Run:
         self._case = case
         self._row = row
         torch.manual_seed(SEED)
-        before_bytes = read_status_bytes("VmRSS")
         workload = case.recipe.make()
         self._workload = Workload(workload.model, workload.loss_fn, next(generate_batches(workload.batch, 1, seed=SEED)))
         del workload
         release_unused(_CPU)
-        self._ready_data_bytes, ready_bytes = read_status_bytes("VmData"), read_status_bytes("VmRSS")
+        self._ready_data_bytes = read_status_bytes("VmData")
         static = StaticTensors(self._workload.model, self._workload.batch, _CPU).tensors
         self._static_bytes = sum(tensor.size_bytes for tensor in static)
-        library_bytes = max(0, ready_bytes - before_bytes - self._static_bytes)
-        self._note(ready_rss_bytes=ready_bytes, library_rss_bytes=library_bytes, steps=self._case.steps, seed=SEED)
+        self._note(ready_rss_bytes=read_status_bytes("VmRSS"), steps=self._case.steps, seed=SEED)
 
     def run(self) -> FirstStepRow:
         """Train, and return the row."""
@@ -141,11 +138,14 @@ class Run:
         first = step.history[0].plan
         self._note(planning_rss_bytes=read_status_bytes("VmHWM"), compile_s=compile_s, capture_s=sum(captures_s))
         self._note(first_overhead=first.overhead, first_gap=first.gap)
+        release_unused(_CPU)
+        parameters_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        self._note(interpreter_bytes=read_status_bytes("VmRSS") - parameters_bytes)
         self._train(step, began=began)
         swaps = (f"step {use.step} after {use.seconds:.1f} s: {use.reason}" for use in step.history[1:])
         last = step.plan
         self._note(last_overhead=last.overhead, last_gap=last.gap, measured_peak_bytes=last.measured_peak_bytes)
-        self._note(swaps="; ".join(swaps))
+        self._note(swaps="; ".join(swaps), arena_bytes=last.arena_bytes, predicted_s=last.step_s or last.time_s)
 
     def _train(self, step: Step, *, began: float | None = None, watched: int = 0) -> None:
         """Take all steps.
@@ -156,18 +156,16 @@ class Run:
         """
         reset_highest_rss()
         loop = Loop(self._workload.model, step, self._case.recipe, self._workload.model.state_dict(), seed=SEED)
-        losses, times = [], []
-
-        data = generate_batches(
-            self._workload.batch, self._case.steps, seed=SEED
-        )  # one at a time is in memory, as a loader has it
+        losses, passes, times = [], [], []
+        data = generate_batches(self._workload.batch, self._case.steps, seed=SEED)  # one at a time, as a loader has it
 
         def take(count: int) -> None:
             for batch in islice(data, count):
-                loss, _, loop_s = loop.time_step(batch)
+                loss, passes_s, loop_s = loop.time_step(batch)
                 if began is not None and not times:
                     self._note(first_step_s=time.perf_counter() - began)
                 losses.append(loss)
+                passes.append(passes_s)
                 times.append(loop_s)
 
         if watched:
@@ -176,6 +174,7 @@ class Run:
             self._note(eager_growth_bytes=watch.highest_bytes - self._ready_data_bytes)
         take(self._case.steps - watched)
         self._note(training_rss_bytes=read_status_bytes("VmHWM"), step_s=median(times[-_SETTLED:]))
+        self._note(passes_s=median(passes[-_SETTLED:]))
         self._note(digest=compute_digest(losses, loop.compute_digest()))
 
     def _note(self, **values: Any) -> None:

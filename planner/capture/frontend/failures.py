@@ -10,9 +10,10 @@ import torch
 from graphs.errors import PlannerError, TraceError, first_line, is_handled_by_a_caller, typed_line
 from planner.capture.frontend.fake_execution import run_on_fakes
 from planner.capture.frontend.module_hooks import HOOK_REFUSAL
-from planner.capture.frontend.preserved_state import preserve_training_state
+from planner.capture.frontend.preserved_state import may_advance_iterators, preserve_training_state
 from planner.capture.frontend.source_lines import (
     GRAPH_BREAK_ADVICE,
+    ITERATOR_REFUSAL,
     find_raising_line,
     find_traced_line,
     format_location,
@@ -69,6 +70,7 @@ _ANSWERS: dict[str, str] = {
         "as in torch.sparse.mm(matrix, x) or matrix @ x, and for torch.sparse_coo_tensor(indices, values, size) that is added to "
         "a dense tensor, as in weight + entries: hold it as a dense tensor (matrix.to_dense())"
     ),
+    r"Missing tp_iternext.*?next\(\) on (?P<name>\w+)": ITERATOR_REFUSAL,
     r"Dynamic shape operator.*?context: (?P<name>\S+)": (
         "{where} calls {name}, whose result has a size that depends on the data, and a plan needs sizes before the step runs: "
         "{on}"
@@ -83,6 +85,8 @@ def build_failure(error: Exception, step: TrainingStep, batch: Batch, branches: 
     """
     if message := get_own_message(error) or (branches and branches.refusal):
         return _build_trace_error(message, error)
+    if may_advance_iterators(step, batch):
+        return _build_trace_error(_answer(error), error)
     with run_on_fakes(step, batch) as run:
         found = _find_raised(run)
         _clear_locals(found)

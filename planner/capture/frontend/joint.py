@@ -62,7 +62,7 @@ from planner.capture.frontend.symbolic_numbers import SymbolicNumbers
 from planner.capture.guards.branches import DataBranches, needs_values
 from planner.capture.guards.data_guards import DataGuards
 from planner.capture.guards.names import make_readable
-from planner.capture.guards.python_guards import PythonGuards, build_guards, list_guarded_names
+from planner.capture.guards.python_guards import PythonGuards, build_guards, list_guarded_names, refuse_iterators
 from planner.capture.guards.python_random import forbid_python_random
 from planner.capture.guards.replaced_names import Frames, record_frames
 from planner.capture.rewrites.cuda_attention import capture_attention_as_on_cuda
@@ -379,6 +379,7 @@ def _trace_with_later_values(
             frames = dynamo.enter_context(record_frames())
             with private.compiling_state(), private.enter_dynamo_phase("fullgraph_capture"):
                 output = private.fullgraph_capture(step, args, kwargs)
+        refuse_iterators(output, step)
         module = private.create_fx_graph_from_captured_output(output, step, args, kwargs)
         private.forget_compiled(output)
         matrices.add_parts(module)

@@ -56,6 +56,11 @@ def preserve_state(step: nn.Module, batch: Batch, *, written: Iterable[torch.Ten
         yield state.restore
 
 
+def may_advance_iterators(step: nn.Module, batch: Batch) -> bool:
+    """Return True if `step` holds an iterator, which no call of `step` can be undone for."""
+    return bool(PythonState(_list_roots(step, batch)).iterators)
+
+
 def initialize_lazy_layers(step: nn.Module, batch: Batch) -> None:
     """Call `step` for the first time if its layers take their sizes from `batch` (``nn.LazyLinear``); not on fake tensors."""
     tensors = (*step.parameters(), *step.buffers())
@@ -70,10 +75,12 @@ def make_first_call(step: nn.Module, batch: Batch) -> Callable[[], None] | None:
     first call draws numbers that the second does not: those of parameters, which must not be drawn again.
 
     Returns:
-        A function that restores what was kept, except lazy layers; None if nothing was.
+        A function that restores what was kept, except lazy layers; None if nothing was, or if an iterator might advance.
     """
     before = PythonState(_list_roots(step, batch))
     lazy = [module for module in step.modules() if any(map(is_lazy, _iterate_own_tensors(module)))]
+    if before.iterators and not lazy:
+        return None
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(mute_output())
         stack.enter_context(_preserve_tensors(step, batch, before))

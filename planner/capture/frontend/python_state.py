@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from io import IOBase
 from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -24,10 +25,12 @@ class PythonState:
 
     Attributes:
         generators: the random number generators that were found.
+        iterators: what was found that cannot be set back, such as generators and ``itertools.cycle``.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:
         self.generators: list[torch.Generator] = []
+        self.iterators: list[Iterator[object]] = []
         self._contents: dict[int, Any] = {}  # copies of containers, by their ids
         self._variables: list[tuple[Callable[[object], None], object]] = []  # cells and globals: how to set them
         self._seen: dict[int, Any] = {}  # referenced, so that no other object gets the same id
@@ -81,6 +84,8 @@ class PythonState:
         """Save the content of `found`, and yield it."""
         if isinstance(found, dict | list | deque | set):
             self._contents[id(found)] = _copy_content(found)
+        if isinstance(found, Iterator) and not is_own(type(found).__module__) and not isinstance(found, IOBase):
+            self.iterators.append(found)
         match found:
             case torch.Tensor():
                 pass  # no Python state

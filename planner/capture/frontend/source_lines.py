@@ -18,6 +18,11 @@ GRAPH_BREAK_ADVICE = (
     "train with planner.checkpoint(model, budget=...), which plans the parts before and after such a line separately, or in a "
     "block of planner.rematerialize(budget=...), which needs no graph"
 )
+ITERATOR_REFUSAL = (
+    "{where} advances an iterator ({name}) that exists before the step, which no plan follows: choose by a number that is an "
+    "attribute (self.values[self.calls % 3]; self.calls += 1), which a plan follows, take the value before the step and pass it "
+    "with the batch, or {on}"
+)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 
 

@@ -27,6 +27,7 @@ from torch import nn
 
 from graphs.errors import MismatchError, NumberMismatchError, TraceError
 from planner.capture.frontend.later_calls import LaterCall, make_calls
+from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, ITERATOR_REFUSAL
 from planner.capture.guards.messages import explain, get_code, is_failing, is_followed_value, is_mode
 from planner.capture.guards.names import Scope, build_accessor, is_of_torch, make_readable
 from planner.capture.guards.replaced_names import Frames, Replaceable, find_replaceable, needs_layout
@@ -222,6 +223,15 @@ class PythonGuards:
         return kind(f"{why}{where}", f": the plan depends on it; {WAYS_OUT}")
 
 
+def refuse_iterators(output: private.CaptureOutput, step: nn.Module) -> None:
+    """Raise TraceError if the captured `step` advances an iterator that exists before it."""
+    captured = output.graph_capture_output
+    for guard in captured.output_graph.guards:
+        if guard.create_fn_name() in ("COUNT_ITERATOR_MATCH", "RANGE_ITERATOR_MATCH"):
+            name = make_readable(guard.name, {"self": step}, captured.f_globals)
+            raise TraceError(ITERATOR_REFUSAL.format(where="the step", name=name, on=GRAPH_BREAK_ADVICE))
+
+
 def build_guards(
     output: private.CaptureOutput,
     frames: Frames,
@@ -242,18 +252,11 @@ def build_guards(
 
     Raises:
         AssertionError: Dynamo finds that a guard fails right after it was made.
-        TraceError: the step advances an iterator.
     """
     args, kwargs = split_arguments(batch)
     captured = output.graph_capture_output
     graph = captured.output_graph
     local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
-    for guard in graph.guards:
-        if guard.create_fn_name() == "COUNT_ITERATOR_MATCH":
-            raise TraceError(
-                f"the step advances {make_readable(guard.name, local, scope)}, an itertools.count, which no plan follows: count "
-                "with a number that is an attribute (self.calls += 1), which a plan follows, or train with planner.checkpoint"
-            )
     names = {guard.name for guard in graph.guards}
     implied = {name for name in names if _is_of_no_hooks(name, names, local, scope)}
     relevant = [guard for guard in graph.guards if _is_relevant(guard) and guard.name not in implied.union(aliased)]

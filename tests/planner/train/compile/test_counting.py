@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 
 import pytest
@@ -97,14 +98,27 @@ def test_what_is_no_number_is_refused_by_name() -> None:
 
 
 class Iterating(Counting):
-    def __init__(self) -> None:
+    def __init__(self, numbers: Iterator[float]) -> None:
         super().__init__()
-        self.numbers = itertools.count()
+        self.numbers = numbers
 
     def read(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * (1 + next(self.numbers))
+        return hidden * next(self.numbers)
 
 
-def test_an_iterator_that_counts_is_refused_by_name() -> None:
-    with pytest.raises(TraceError, match=r"advances model.numbers, an itertools.count.*self.calls \+= 1"):
-        planner.compile(Iterating(), None, (torch.randn(4, 8),), budget="1MB")
+ITERATORS: dict[str, Callable[[], Iterator[float]]] = {
+    "count": lambda: itertools.count(1),
+    "cycle": lambda: itertools.cycle([1, 2]),
+    "generator": lambda: (number for number in range(1, 4)),
+    "range_iterator": lambda: iter(range(1, 4)),
+    "list_iterator": lambda: iter([1, 2, 3]),
+    "map": lambda: map(float, range(1, 4)),
+}
+
+
+@pytest.mark.parametrize("name", ITERATORS)
+def test_an_iterator_is_refused_and_not_advanced(name: str) -> None:
+    model = Iterating(ITERATORS[name]())
+    with pytest.raises(TraceError, match=rf"advances an iterator \((model.numbers|{name})\).*self.calls \+= 1"):
+        planner.compile(model, None, (torch.randn(4, 8),), budget="1MB")
+    assert next(model.numbers) == 1

@@ -12,8 +12,10 @@ from inspect import signature
 from itertools import dropwhile
 from random import Random
 from traceback import walk_tb
+from types import CodeType
 from typing import Any, TypeVar
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -149,6 +151,8 @@ from planner.torch_private.core import pytree
 from planner.torch_private.patches import wrap_for_good
 
 T = TypeVar("T")
+
+_MOST_ITERATIONS = 24  # of a loop with a graph break in it, each of which is captured of its own
 
 # The function that captures setattr(): torch 2.13 has a class for it, earlier releases a method.
 SETATTR: tuple[Any, str] = (
@@ -388,6 +392,23 @@ def leave_random_objects_where(wanted: Callable[[InstructionTranslatorBase], boo
 
 def _is_supported_elsewhere(wanted: Callable[[Any], bool], is_supported: Callable[[Random], bool], value: Random) -> bool:
     return is_supported(value) and not wanted(InstructionTranslator.current_tx())
+
+
+def break_graphs_in_loops_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
+    """Make Dynamo break the graph inside of loops in the frames that are `wanted`, where it would leave out the whole frame.
+
+    Its code is valid either way. Each iteration is a capture, so that what is left of long loops is left out.
+    """
+    wrap_for_good(InstructionTranslatorBase, "maybe_has_backedge", partial(_is_left_out, wanted, WeakKeyDictionary()))
+
+
+def _is_left_out(
+    wanted: Callable[[Any], bool], captures: WeakKeyDictionary[CodeType, int], is_in_loop: Callable[[Any], bool], tx: Any
+) -> bool:
+    if not is_in_loop(tx) or not wanted(tx):
+        return is_in_loop(tx)
+    captures[tx.f_code] = captures.get(tx.f_code, 0) + 1
+    return captures[tx.f_code] > _MOST_ITERATIONS
 
 
 def carry_sparse_tensors_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:

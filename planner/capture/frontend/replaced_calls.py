@@ -15,6 +15,11 @@ def _ignore_context(*_: object, **__: object) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def _iterate(modules: Any) -> Any:
+    """Iterate over the modules that a module holds by an iterator that a graph break can pass on."""
+    return iter(tuple(modules._modules.values()))
+
+
 # By the names of what is called, so that no library is imported for them.
 _REPLACED: dict[str, Callable[..., Any]] = {
     "scipy.optimize._lsap.linear_sum_assignment": assign_in_step,
@@ -22,6 +27,8 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "torch.autograd.graph.saved_tensors_hooks.__init__": init_hooks,
     "torch.autograd.graph.saved_tensors_hooks.__enter__": enter_hooks,
     "torch.autograd.graph.saved_tensors_hooks.__exit__": exit_hooks,
+    "torch.nn.modules.container.ModuleList.__iter__": _iterate,
+    "torch.nn.modules.container.Sequential.__iter__": _iterate,
     # These say where eager PyTorch keeps what it saves for the backward pass, which a plan decides itself.
     "torch.autograd.graph.save_on_cpu": _ignore_context,
     "torch.utils.checkpoint.set_checkpoint_early_stop": _ignore_context,

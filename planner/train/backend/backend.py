@@ -129,7 +129,9 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
         compiled: Callable[..., Any] = compiler(module, inputs)
     private.forget_saved_values()
     compiled = private.refuse_double_backward(compiled, _DOUBLE_BACKWARD)
-    return _drop_missing_gradients(compiled, planned) if planned else budget.count(unplanned_graph, compiled)
+    if not planned:
+        return budget.count(unplanned_graph, compiled)
+    return budget.note_reads(_drop_missing_gradients(compiled, planned), module)
 
 
 def _build_planner(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[[PlannedGraph], None]:
@@ -291,6 +293,7 @@ ExitStack().enter_context(call_at_end(write_data_in_place_where(_is_planned, Exi
 # NumPy's random numbers are drawn by NumPy: Dynamo would take them from PyTorch's generator. It leaves out code with an LSTM.
 private.configure_dynamo_where(_is_planned, use_numpy_random_stream=True, allow_rnn=True, **private.GRADIENT_SETTINGS)
 private.carry_sparse_tensors_where(_is_planned)
+private.break_graphs_in_loops_where(_is_planned)
 private.follow_requires_grad_where(_is_run_as_eager)
 private.leave_random_objects_where(_is_planned)
 private.call_compiled_modules_by(_is_planner, call_model)

@@ -120,6 +120,7 @@ class SharedBudget:
         self.forward_runs: list[_ForwardRun] = []
         self._planned: dict[tuple[PlannedGraph, ...], _StepBudget] = {}  # steps whose graphs are planned together
         self._learning, self._warned = True, False
+        self._reads: dict[object, list[int]] = {}  # by what a step computes gradients of, how often each of its graphs reads it
         self._largest_bytes = 0  # peak of a step without recomputation
         self.known_graphs: dict[PlannedGraph, PassStorages] = {}
         self._before: dict[UnplannedGraph, PassStorages] = {}  # the last pass of each, before planned graphs
@@ -327,6 +328,20 @@ class SharedBudget:
 
         return end
 
+    def note_reads(self, compiled: Callable[..., Any], module: fx.GraphModule) -> Callable[..., Any]:
+        """Return `compiled`, which runs `module`, such that what it reads is known when its step has ended."""
+        counts = [len(node.users) for node in module.graph.find_nodes(op="placeholder")]
+
+        def call(*args: Any) -> Any:
+            returned = compiled(*args)
+            if self._learning:
+                for arg, count in zip(args, counts, strict=True):
+                    if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                        self._reads.setdefault((id(arg.grad_fn or arg), arg.output_nr), []).append(count)
+            return returned
+
+        return call
+
     def count(self, graph: UnplannedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return `compiled`, which runs `graph`, such that its memory counts for the planned graphs of its steps."""
 
@@ -370,6 +385,7 @@ class SharedBudget:
 
     def _end_step(self) -> None:
         runs, self.forward_runs = self.forward_runs, []
+        reads, self._reads = self._reads, {}
         step = tuple(run.graph for run in runs)
         if step in self._planned:
             self._learning = False
@@ -380,6 +396,7 @@ class SharedBudget:
             whole = self.compute_whole_bytes(step, seen)
             self._planned[step] = _StepBudget(whole, whole - count_bytes_beside_requests(seen))
             if len(runs) > 1 or runs[0].graph.lean is not None or seen[0].followed_by:
+                _warn_of_sums(reads.values())
                 for graph in dict.fromkeys(step):
                     if graph.changed:
                         _count_copies(graph)
@@ -476,6 +493,16 @@ class SharedBudget:
             return known
         allowed = max(budget_bytes - captured.static_bytes - rest_bytes, count_kept_bytes(captured, known))
         return schedule if count_kept_bytes(captured, schedule) <= allowed else known
+
+
+def _warn_of_sums(reads: Iterable[Sequence[int]]) -> None:
+    """Warn if gradients are sums of several in one graph, to which those of other graphs are added."""
+    if any(len(counts) > 1 and max(counts) > 1 for counts in reads):
+        warn_caller(
+            "a weight or activation is used several times in a graph and by other graphs too: its gradients are added up in "
+            "another order than in eager PyTorch, which may change their last bits. TORCH_LOGS=graph_breaks names the lines "
+            "between the graphs: rewrite them, or train in a block of planner.rematerialize(budget=...), which needs no graph"
+        )
 
 
 def _count_copies(graph: PlannedGraph) -> None:

@@ -389,3 +389,44 @@ def test_the_parts_around_products_with_a_sparse_input_are_planned(
         plain(x, edges).backward()
     assert len(graphs) > 2
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+class Looping(nn.Module):
+    """A loop that ends when the data says so; in each iteration `again` uses of one layer."""
+
+    def __init__(self, again: int) -> None:
+        super().__init__()
+        self.layers, self.shared, self.again = (
+            nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(4)),
+            nn.Linear(SIZE, SIZE),
+            again,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+            for _ in range(self.again):
+                x = torch.tanh(self.shared(x))
+            if x.abs().max() > 100:
+                break
+        return x
+
+
+def train_loop(called: Callable[..., Any], model: Looping) -> list[Tensor | None]:
+    for step in range(3):
+        called(torch.full((SIZE, SIZE), 0.1 * step)).square().sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_a_loop_that_the_data_ends_is_planned_in_pieces(graphs: list[PlannedGraph]) -> None:
+    model = Looping(again=1)
+    twin = copy.deepcopy(model)
+    found, wanted = train_loop(compiled(model), model), train_loop(twin, twin)
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert len(graphs) >= len(model.layers)
+
+
+def test_gradients_that_are_added_up_in_another_order_are_said() -> None:
+    model = Looping(again=2)
+    with pytest.warns(UserWarning, match="used several times in a graph and by other graphs too: its gradients are added up"):
+        train_loop(compiled(model), model)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 
@@ -163,10 +164,13 @@ def check_solver(name: str) -> Entry:
     """Return the entry of the solver `name`.
 
     Raises:
-        UsageError: unknown name; lists the known ones.
+        UsageError: unknown name; says which was probably meant.
     """
     if name not in SOLVERS:
-        raise UsageError(f"there is no solver {name!r}: choose one of {', '.join(SOLVERS)}")
+        described = (known for known, entry in SOLVERS.items() if name and name.lower() in entry.description.lower())
+        close = [*get_close_matches(name.lower(), SOLVERS, n=1), *described]
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise UsageError(f"there is no solver {name!r}{meant}: `planner solvers` lists them all")
     return SOLVERS[name]
 
 
@@ -210,7 +214,7 @@ def get_solver(name: str) -> Solver:
     """Return the `solve` function of the solver `name`, which raises GraphError for graphs that the solver does not support.
 
     Raises:
-        UsageError: unknown name; lists the known ones.
+        UsageError: unknown name.
     """
     return partial(_solve, name, import_module(check_solver(name).module).solve)
 

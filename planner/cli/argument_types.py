@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
-from graphs.errors import BudgetError, ModelError
+from graphs.errors import BudgetError, ModelError, UsageError
 from graphs.units import parse_budget, parse_fraction, parse_rate
 from planner.capture.workload.workload import ModelSpec, parse_spec
 from planner.settings.budget import read_budget
-from solvers.registry import SOLVERS
+from solvers.registry import check_solver
 
 Parsed = TypeVar("Parsed")
 
@@ -31,8 +31,7 @@ def parse_rate_argument(text: str) -> float:
 
 def parse_solver(text: str) -> str:
     """Return the name of a solver."""
-    if text not in SOLVERS:
-        raise argparse.ArgumentTypeError(f"there is no solver {text!r}: planner solvers lists them all")
+    _parse_argument(check_solver, text)
     return text
 
 
@@ -109,5 +108,5 @@ def model(text: str) -> ModelSpec:
 def _parse_argument(parse: Callable[[str], Parsed], text: str) -> Parsed:
     try:
         return parse(text)
-    except (BudgetError, ModelError) as error:
+    except (BudgetError, ModelError, UsageError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None

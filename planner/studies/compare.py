@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from graphs.errors import BudgetError, PlannerError, UsageError
+from graphs.errors import BudgetError, PlannerError
 from graphs.escape import escape_text
 from graphs.ir import Graph
 from graphs.options import remove_options
@@ -30,7 +30,7 @@ from planner.studies.solves import solve_in_order
 from planner.studies.workers import return_false
 from solvers.clock import Clock, WallClock, measure_rest
 from solvers.order.reorder import keep_program_order
-from solvers.registry import SOLVERS, estimate_program_time_s, get_solver
+from solvers.registry import SOLVERS, check_solver, estimate_program_time_s, get_solver
 from solvers.result import SOLVED, Reason
 
 _DEFAULTS = StudySettings()
@@ -171,8 +171,7 @@ def parse_methods(text: str, *, offload: bool = False) -> tuple[str, ...]:
     every = tuple(name for name, entry in SOLVERS.items() if (offload or not entry.only_transfers) and not entry.only_devices)
     names = every if text == "all" else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
-        if name not in SOLVERS:
-            raise UsageError(f"there is no method {name!r}: choose from {', '.join(SOLVERS)}, or all")
+        check_solver(name)
     return tuple(sorted(names, key=lambda name: name != OPTIMUM))
 
 

@@ -77,3 +77,11 @@ def test_compare_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = call(capsys, "compare", graph, "--budgets", "100%", "--methods", "windows", "--jobs", "1", "-o", folder)
     assert f"written to {folder}: rows.csv, table.md, overhead.png, memory.png" in said.out
     assert {path.name for path in folder.iterdir()} == {"rows.csv", "table.md", "overhead.png", "memory.png"}
+
+
+def test_compare_says_why_a_named_method_does_not_apply(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph, folder = tmp_path / "model.json", tmp_path / "out"
+    write_graph(make_training_chain(4), graph)
+    said = call(capsys, "compare", graph, "--budgets", "100%", "--methods", "poet", "--jobs", "1", "-o", folder)
+    assert said.code == 4
+    assert "\npoet: POET does not apply: the graph offers no transfers to the host; solve with the option offload" in said.out

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
+from graphs.errors import UsageError
 from graphs.escape import escape_lines, escape_text
 from graphs.optimizers import OPTIMIZERS
 from planner.capture.options import OPTIONS, list_step_option_names
@@ -275,24 +276,44 @@ def add_copying(parser: Parser) -> None:
     )
 
 
+_HOW_TO_TRACE: Mapping[str, object] = {
+    "device": "cpu",
+    "roofline": None,
+    "optimizer": "none",
+    "accumulate": False,
+    "passes": 5,
+    "seed": 0,
+}
+
+
 def add_how_to_trace(parser: Parser) -> None:
     """Add the options on how a step is traced: device, optimizer and so on."""
+    parser.set_defaults(**_HOW_TO_TRACE)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure the ops (default: cpu)")
+    where.add_argument("--device", choices=("cpu", "cuda"), help="where to measure the ops (default: cpu)")
     where.add_argument("--roofline", choices=tuple(DEVICES), help="model this device instead: nothing is run or allocated")
     parser.add_argument(
         "--optimizer",
         choices=tuple(OPTIMIZERS),
-        default="none",
         help="count its state in memory (default: none)",
     )
     parser.add_argument("--accumulate", action="store_true", help="count gradients of earlier batches too")
-    parser.add_argument(
-        "--passes", type=argument_types.count, default=5, metavar="N", help="times each op is measured (default: 5)"
-    )
-    parser.add_argument(
-        "--seed", type=argument_types.parse_seed, default=0, metavar="N", help="for weights and batch (default: 0)"
-    )
+    parser.add_argument("--passes", type=argument_types.count, metavar="N", help="times each op is measured (default: 5)")
+    parser.add_argument("--seed", type=argument_types.parse_seed, metavar="N", help="for weights and batch (default: 0)")
+
+
+def refuse_how_to_trace(arguments: argparse.Namespace, graph: str) -> None:
+    """Raise an error if an option of ``add_how_to_trace`` is given for a graph, which was traced already.
+
+    Raises:
+        UsageError: one is.
+    """
+    given = [f"--{name}" for name, default in _HOW_TO_TRACE.items() if getattr(arguments, name) != default]
+    if given:
+        raise UsageError(
+            f"{given[0]} says how to trace a model, and {graph} is a graph: give it to planner trace, or name zoo:NAME or "
+            "file.py:function"
+        )
 
 
 def build_tracing(arguments: argparse.Namespace, **changes: Any) -> Tracing:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from planner.studies.comparison_rows import ComparisonRow
     from planner.studies.settings import StudySettings
 
-_ROW_S, _TOTAL_S = 60.0, 40.0
+_ROW_S, _TOTAL_S, _REPEATS = 60.0, 40.0, 5
 
 
 def add(commands: shared.Commands) -> None:
@@ -62,7 +62,7 @@ def add(commands: shared.Commands) -> None:
         "--measure", action="store_true", help="run the schedules of MODEL, and PyTorch's own methods, and measure all of them"
     )
     parser.add_argument(
-        "--repeats", type=argument_types.count, default=5, metavar="N", help="steps timed with --measure (default: 5)"
+        "--repeats", type=argument_types.count, metavar="N", help=f"steps timed with --measure (default: {_REPEATS})"
     )
     shared.add_workers(parser, said="rows computed")
     shared.add_time_limit(parser, said=f"for each row: 90, 90s, 10m (default: {_ROW_S:.0f}s)")
@@ -90,8 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.studies.comparisons import write_report
     from planner.studies.rows import read_rows
 
-    if arguments.measure and arguments.model.endswith(".json"):
-        raise UsageError(f"--measure runs the model, and {arguments.model} is a graph: name zoo:NAME or file.py:function")
+    if arguments.model.endswith(".json"):
+        shared.refuse_how_to_trace(arguments, arguments.model)
+        if arguments.measure:
+            raise UsageError(f"--measure runs the model, and {arguments.model} is a graph: name zoo:NAME or file.py:function")
+    if arguments.repeats is not None and not arguments.measure:
+        raise UsageError("--repeats is for steps that are run: add --measure")
     if arguments.measure and arguments.roofline is not None:
         raise UsageError("--measure runs the model, and with --roofline nothing is run: leave one of them out")
     if arguments.measure and arguments.total_time_limit is not None:
@@ -119,6 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
     written = ", ".join(path.name for path in (write_report(known, folder, figures=figures) if known else ()))
     missing = "" if figures else " (figures need matplotlib: pip install 'remat-planner[plots]')"
     more = _time_limits(rows)
+    if arguments.methods != "all":
+        more = f"{_explain_inapplicable(rows)}{more}"
     if arguments.json or known:
         data = {"holds": "comparison", "rows": [asdict(row) for row in rows]}
         said = f"\nwritten to {folder}: rows.csv, {written}{missing}"
@@ -135,6 +141,14 @@ def _name_least(rows: "Sequence[ComparisonRow]") -> str:
 
     refused = [row for row in rows if row.method == OPTIMUM and row.status == Status.INFEASIBLE]
     return f"\n{OPTIMUM}: {max(refused, key=lambda row: row.budget_bytes or 0).message}" if refused else ""
+
+
+def _explain_inapplicable(rows: "Sequence[ComparisonRow]") -> str:
+    """Return a line for each method that does not apply to the graph; "" if all do."""
+    from solvers.result import Reason
+
+    why = {row.method: row.message for row in rows if row.reason == Reason.INAPPLICABLE}
+    return "".join(f"\n{method}: {message}" for method, message in why.items())
 
 
 def _time_limits(rows: "Sequence[ComparisonRow]") -> str:
@@ -213,7 +227,7 @@ def _measure(
         methods,
         stock if arguments.methods == "all" else select_policies(stock, methods),
         folder,
-        replace(settings, model=str(spec), repeats=arguments.repeats, seed=arguments.seed),
+        replace(settings, model=str(spec), repeats=arguments.repeats or _REPEATS, seed=arguments.seed),
         channels=channels,
         on_activity=progress.show_activity,
         should_stop=should_stop,

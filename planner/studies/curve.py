@@ -5,6 +5,7 @@ fits.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.errors import BudgetError, FormatError, OutputError
+from graphs.io.files import read_text
 from graphs.ir import Graph
 from graphs.units import format_bytes
 from planner.capture.options import apply_options
@@ -141,12 +143,12 @@ def read_curve(path: Path) -> tuple[CurveRow, ...]:
     """Return the rows that ``planner curve -o`` wrote to `path`, in order of options and budget.
 
     Raises:
-        FormatError: it is no curve, or one without rows.
+        FormatError: there is no such file, or it is no curve, or one without rows.
     """
-    try:
+    read_text(path)  # which names a missing file, where there would be no rows
+    rows: list[CurveRow] = []
+    with suppress(OutputError):
         rows = read_rows(path, CurveRow)
-    except OutputError as error:
-        raise FormatError(f"{path} is not a curve that planner curve -o wrote: {error}") from error
     if not rows:
         raise FormatError(f"{path} holds no points of a curve: planner curve model.json -o curve.csv writes one")
     return tuple(sorted(rows, key=lambda row: (row.options, row.budget_bytes)))

@@ -58,9 +58,10 @@ def parse_spec(text: str) -> ModelSpec:
     """
     match = _SPEC.fullmatch(text)
     if match is None:
+        traced = "; planner info, solve, curve and compare take a graph" if text.endswith(".json") else ""
         raise ModelError(
             f"model {text!r} names no function: write zoo:NAME or path/to/file.py:function, options after commas "
-            "(zoo:gpt2,layers=4)"
+            f"(zoo:gpt2,layers=4){traced}"
         )
     options: dict[str, str] = {}
     last = ""

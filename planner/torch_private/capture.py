@@ -109,6 +109,7 @@ from torch._dynamo.variables.builder import (
     VariableBuilder,  # takes a user's value into the capture
     wrap_fx_proxy,  # a tensor for a new node
 )
+from torch._dynamo.variables.iter import ItertoolsVariable  # functions of itertools while code is captured
 from torch._dynamo.variables.misc import CellVariable  # of an enclosing function's name
 from torch._export.utils import _compiling_state_context as compiling_state  # is_exporting() is True during a capture
 from torch._functorch import config as functorch_config  # how joint graphs are made

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from planner.capture.frontend.host_functions import assign_in_step, averages_all, normalize_by_average
@@ -41,6 +42,7 @@ def replace_calls_where(wanted: Callable[[Any], bool], stack: ExitStack) -> None
     """Call other functions in the frames that are `wanted`, until `stack` is closed."""
     for kind in (private.SkipFunctionVariable, private.UserDefinedClassVariable):
         stack.enter_context(wrap(kind, "call_function", partial(_call_other, wanted)))
+    stack.enter_context(wrap(private.ItertoolsVariable, "call_function", partial(_name_key, wanted)))
     inline = "inline_user_function_return"
     stack.enter_context(wrap(private.InstructionTranslatorBase, inline, partial(_inline_other, wanted)))
 
@@ -50,6 +52,13 @@ def _call_other(wanted: Callable[[Any], bool], call: Any, called: Any, tx: Any, 
     if other is None or not wanted(tx):
         return call(called, tx, args, kwargs)
     return private.UserFunctionVariable(other).call_function(tx, args, kwargs)
+
+
+def _name_key(wanted: Callable[[Any], bool], call: Any, called: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Give ``itertools.groupby`` its key by name: Dynamo follows no other call of it with a key."""
+    if called.value is groupby and len(args) == 2 and wanted(tx):
+        args, kwargs = args[:1], {"key": args[1]}
+    return call(called, tx, args, kwargs)
 
 
 def _inline_other(

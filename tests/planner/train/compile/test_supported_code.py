@@ -4,6 +4,7 @@ import gc
 import io
 import sys
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -543,6 +544,16 @@ def compute_matched_loss(found: torch.Tensor, targets: torch.Tensor) -> torch.Te
 
 def test_predictions_are_matched_with_targets_by_scipy_as_in_eager_mode() -> None:
     check_trains_as_eager(lambda: Between(lambda _, x: x), compute_matched_loss, lambda number: batch_of(number % 2))
+
+
+def scale_by_kind(model: Any, x: torch.Tensor) -> torch.Tensor:
+    spans = groupby(enumerate(model.kinds.tolist()), lambda pair: pair[1])
+    return torch.cat([model.middle(x[[place for place, _ in span]]) * (kind + 1) for kind, span in spans])
+
+
+def test_items_are_grouped_by_a_key_that_is_given_by_place() -> None:
+    kinds = torch.tensor([0, 0, 1, 2] * 24)
+    check_trains_as_eager(lambda: Between(scale_by_kind, middle=nn.Linear(32, 32), kinds=kinds), F.mse_loss, batch_of)
 
 
 def keep_elsewhere(model: Any, x: torch.Tensor) -> torch.Tensor:

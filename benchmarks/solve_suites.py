@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,19 @@ class Landmarks:
     def least_bytes(self) -> int:
         """The least that a schedule was found for in some seconds."""
         return bracket_least_budget(self._graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
+
+    def compute_share_bytes(self, share: float) -> int:
+        """Return `share` of the peak."""
+        return int(share * self.peak_bytes)
+
+    def compute_between_bytes(self, share: float) -> int:
+        """Return the budget at `share` of the way from the least budget to the peak."""
+        return int(self.least_bytes + share * (self.peak_bytes - self.least_bytes))
+
+    def find_half_way_bytes(self, shares: tuple[float, ...]) -> int:
+        """Return the budget half way from the lowest feasible one of `shares` of the peak to the least budget."""
+        budgets = map(self.compute_share_bytes, (1.0, *shares))
+        return (self.least_bytes + min(budget for budget in budgets if budget >= self.least_bytes)) // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,35 +139,18 @@ def list_moccasin(published: Path) -> Iterator[Instance]:
         shares = (0.9, 0.8) if file.stem.startswith("random") else (0.9, 0.8, 0.7, 0.6, 0.5)
         budgets = tuple(map(make_share_of_peak, shares))
         if not file.stem.startswith("random"):
-            budgets += (Budget("half way to least", partial(find_half_way, shares=shares)),)
+            budgets += (Budget("half way to least", methodcaller("find_half_way_bytes", shares)),)
         yield Instance("moccasin", file.stem, partial(import_graph, file), budgets)
-
-
-# Functions with names: an instance goes to other processes, and other machines.
-
-
-def _compute_share_of_peak(at: "Landmarks", share: float) -> int:
-    return int(share * at.peak_bytes)
-
-
-def _compute_between(at: "Landmarks", share: float) -> int:
-    return int(at.least_bytes + share * (at.peak_bytes - at.least_bytes))
 
 
 def make_share_of_peak(share: float) -> Budget:
     """Return the budget at `share` of the peak without recomputation."""
-    return Budget(f"{share:.0%} of peak", partial(_compute_share_of_peak, share=share))
+    return Budget(f"{share:.0%} of peak", methodcaller("compute_share_bytes", share))
 
 
 def make_between(share: float) -> Budget:
     """Return the budget at `share` of the way from the least budget to the peak."""
-    return Budget(f"least + {share}", partial(_compute_between, share=share))
-
-
-def find_half_way(at: Landmarks, *, shares: tuple[float, ...]) -> int:
-    """Return the budget half way from the lowest feasible one of `shares` of the peak to the least budget."""
-    lowest = min(budget for share in (1.0, *shares) if (budget := int(share * at.peak_bytes)) >= at.least_bytes)
-    return (at.least_bytes + lowest) // 2
+    return Budget(f"least + {share}", methodcaller("compute_between_bytes", share))
 
 
 def _make_reference_instance(name: str, make: Callable[[], Graph], budgets: tuple[Budget, ...]) -> Instance:

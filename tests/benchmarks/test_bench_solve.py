@@ -33,9 +33,9 @@ def test_half_way_starts_where_a_schedule_is_known() -> None:
     assert least < peak
     assert make_between(0.5).bytes_at(marks) == int(least + 0.5 * (peak - least))
     assert make_share_of_peak(0.9).bytes_at(marks) == int(0.9 * peak)
-    assert solve_suites.find_half_way(marks, shares=(0.1,)) == (least + peak) // 2
+    assert marks.find_half_way_bytes((0.1,)) == (least + peak) // 2
     share = least / peak + 0.01
-    assert solve_suites.find_half_way(marks, shares=(share, 0.1)) == (least + int(share * peak)) // 2
+    assert marks.find_half_way_bytes((share, 0.1)) == (least + int(share * peak)) // 2
 
 
 def test_runs_are_summed_up_as_their_columns_say() -> None:

@@ -10,7 +10,8 @@ Known weakness: nodes that share a part of another's storage, such as two result
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -354,6 +355,13 @@ def build_graph(ops: Sequence[Op], tensors: Sequence[Tensor], program: Program, 
 def _format_module_path(stack: Mapping[str, tuple[str, object]]) -> str:
     path = list(stack.values())[-1][0]
     return re.sub(r"^L\['(\w+)'\]", r"\1", path).removeprefix("self.").replace("_modules['", "").replace("']", "")
+
+
+def count_module_calls(nodes: Iterable[fx.Node | None]) -> Counter[str]:
+    """Return how often the step calls each module, by its paths, from the captured `nodes`."""
+    stacks = (node.meta.get("nn_module_stack") or {} for node in nodes if node is not None)
+    places = {(key, place) for stack in stacks for key, place in stack.items()}  # Dynamo numbers the calls by a path in the key
+    return Counter(_format_module_path({key: place}) for key, place in places)
 
 
 def _get_node(arg: object) -> fx.Node:

@@ -11,7 +11,7 @@ from graphs.errors import TraceError
 from graphs.ir import Kind
 from graphs.optimizers import get_optimizer_memory
 from graphs.options.gather import CollectiveCost, InsertedUnits, Shard, Sum, Unit, insert_units
-from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.lower import Capture, count_module_calls
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.capture.program.program import Argument, Call, OpCalls, Program, Ref, Source, call_of, read_by
 from planner.settings.plan import PlanSettings
@@ -105,6 +105,7 @@ def add_units(captured: Capture, units: Iterable[ShardedUnit], measure: Callable
     Raises:
         TraceError: the step returns a parameter, or a unit cannot be reduced.
     """
+    calls = count_module_calls(captured.nodes)
     graph, program = captured.graph, captured.program
     ids = {source.name: source.tensor for source in program.sources if source.kind is Kind.PARAMETER}
     ids = {name.removeprefix("model."): tensor for name, tensor in ids.items()}
@@ -117,6 +118,13 @@ def add_units(captured: Capture, units: Iterable[ShardedUnit], measure: Callable
     for unit in placed:
         if returned := [p.name for t, p in (*unit.unread.items(), *unit.gathered.items()) if t in own]:
             raise TraceError(f"the step returns the parameter {returned[0]} itself, which is sharded: return a copy (clone())")
+        times = max(sum(calls[f"model.{path}"] for path in paths) for paths in unit.unit.modules)
+        if unit.reduction and unit.additions and times > 1:
+            raise TraceError(
+                f"{unit.unit.name} is called {times} times in the step, and there are sums of its earlier gradients: FSDP2 "
+                "reduces these apart from the gradients of this step, a plan together, with other bits: leave out "
+                "set_requires_gradient_sync(False) for it, or call fully_shard on the module that calls it"
+            )
         if unit.unit.reduces_unused and (unused := unit.list_unused()):
             raise TraceError(
                 f"set_reduce_scatter_unused_params(True) on {unit.unit.name}, but the step does not train {unused[0]}, whose "

@@ -77,20 +77,22 @@ class ShardedUnit:
 
     Attributes:
         name: path of its module in the model.
+        modules: the paths of each of its modules.
         world: number of processes that hold a part each.
         parameters: the parameters.
     """
 
-    def __init__(self, group: Any, name: str, names: Mapping[int, str]) -> None:
+    def __init__(self, group: Any, name: str, modules: Sequence[Sequence[str]], names: Mapping[int, str]) -> None:
         """Initialize for a group of parameters of FSDP2.
 
         Args:
+            modules: the paths of each of its modules.
             names: names of the model's parameters, by identity.
 
         Raises:
             TraceError: it is sharded in a way that is not planned; names the parameter or the unit.
         """
-        self.name = name
+        self.name, self.modules = name, modules
         self._group = group
         self._mesh = group.mesh_info
         _check_group(group, name)
@@ -227,13 +229,16 @@ def list_units(model: nn.Module) -> list[ShardedUnit]:
         TraceError: one is sharded in a way that is not planned.
     """
     names = {id(p): name for name, p in reversed([*model.named_parameters(remove_duplicate=False)])}
-    paths = {id(module): path for path, module in model.named_modules()}
+    paths: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(path)
     units, used = list[ShardedUnit](), set[str]()
     for group in list_groups(list_states(model)):
-        name = paths[id(group.modules[0])] or "root"
+        modules = [paths[id(module)] for module in group.modules]
+        name = modules[0][0] or "root"
         name = next(n for n in (name, *(f"{name}.{i}" for i in range(2, len(used) + 3))) if n not in used)
         used.add(name)
-        units.append(ShardedUnit(group, name, names))
+        units.append(ShardedUnit(group, name, modules, names))
     return units
 
 

@@ -301,6 +301,19 @@ def check_sums(
     assert len(step.plans) == 3
 
 
+def check_sums_of_a_repeated_unit(rank: int) -> None:
+    """FSDP2 reduces sums of gradients when it leaves a unit for the first time, and the gradients of this step after the last."""
+    model, batch = shard(Net()), make_batch(rank)
+    model.blocks.append(model.blocks[0])
+    step = planner.compile(model, compute_loss, batch, budget="1GB", **SETTINGS)
+    step(*batch).backward()
+    model.set_requires_gradient_sync(False)
+    step(*batch).backward()
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(TraceError, match=r"blocks.0 is called 2 times in the step, and there are sums"):
+        step(*batch)
+
+
 def check_changes_between_passes(rank: int) -> None:
     """A backward pass that is to do something else with gradients than its forward pass has planned for is refused."""
     model, batch = shard(Net()), make_batch(rank)
@@ -583,7 +596,7 @@ CHECKS: dict[str, tuple[int, Sequence[Callable[[int], None]]]] = {
         2,
         (*list_checks(check_overlap, TIED, {"settings": OFFLOAD}), partial(check_peak_in_a_reduction, settings=OVERLAP)),
     ),
-    "sums": (2, (check_sums, check_changes_between_passes, check_sums_over_budget)),
+    "sums": (2, (check_sums, check_sums_of_a_repeated_unit, check_changes_between_passes, check_sums_over_budget)),
     "arena of a hybrid mesh": (4, list_checks(check_bits, {"hybrid": True, "settings": ARENA})),
     "overlap in half precision": (2, list_checks(check_overlap, ON_HALF, ON_SIXTEEN, {"batches": 2})),
     "overlap on three processes": (3, list_checks(check_overlap, UNEVEN)),

@@ -176,7 +176,8 @@ void Memory::forget() {
   ledger_ = nullptr;
   ids_.reset();
   evicted_bytes = 0;
-  pending.clear();
+  pending = std::make_shared<Pending>();
+  recorded = 0;
   in_use_.clear();
 }
 
@@ -399,9 +400,10 @@ void Memory::enter_pending() {
     keeps_random_ = ledger_object_.attr("heuristic").attr("keeps_random").cast<bool>();
     ids_ = std::make_shared<LedgerIds>();
   }
-  for (const auto& reference : std::exchange(pending, {})) {
-    if (const auto op = steal(PyObject_CallNoArgs(reference.ptr())); !op.is_none()) {
-      enter_op(fields_of_op(op));
+  const auto entered = std::exchange(pending, std::make_shared<Pending>());
+  for (auto*& op : *entered) {
+    if (op != nullptr) {
+      enter_op(*op);
     }
   }
 }
@@ -482,9 +484,15 @@ py::object memory_type() {
           .def_readonly("evictions", &Memory::evictions)
           .def_readwrite("retries", &Memory::retries)
           .def_readwrite("overwrites", &Memory::overwrites)
+          .def_readonly("ops", &Memory::ops)
+          .def_readonly("recorded", &Memory::recorded)
+          .def_readonly("kept_ops", &Memory::kept_ops)
+          .def_readonly("host_reads", &Memory::host_reads)
+          .def_readonly("packs", &Memory::packs)
+          .def_readonly("between_peak_bytes", &Memory::between_peak_bytes)
           .def_readonly("clock_s", &Memory::clock_s)
           .def_readwrite("clock", &Memory::clock)
-          .def_property_readonly("pending", [](const Memory& memory) { return memory.pending.size(); })
+          .def_property_readonly("pending", [](const Memory& memory) { return memory.pending->size(); })
           .def_property_readonly("resident", &Memory::list_resident)
           .def("find", [](const Memory& memory, py::handle tensor) {
             auto* found = memory.find(THPVariable_Unpack(tensor.ptr()));

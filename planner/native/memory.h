@@ -60,9 +60,11 @@ class [[gnu::visibility("hidden")]] Memory {
 
   int64_t budget_bytes, live_bytes = 0, peak_bytes = 0, eager_peak_bytes = 0, evicted_bytes = 0, extra_bytes = 0;
   int64_t evictions = 0, retries = 0, overwrites = 0;
+  int64_t ops = 0, recorded = 0, kept_ops = 0, host_reads = 0, packs = 0, between_peak_bytes = 0;
   double clock_s = 0, read_s = 0;
   pybind11::object clock = pybind11::none(); // in place of the real one
-  std::vector<pybind11::object> pending; // weak references to ops that are not in the ledger yet
+  using Pending = std::vector<OpFields*>;
+  std::shared_ptr<Pending> pending = std::make_shared<Pending>(); // ops that are not in the ledger yet; null where they were dropped
   PyObject* recorder = nullptr; // borrowed: `Recorder` of planner.train.eager.recording
   std::function<void(TrackedStorage&)> on_freed, on_evicted;
 

@@ -30,6 +30,7 @@
 #include <torch/csrc/utils/tensor_memoryformats.h>
 
 #include <algorithm>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -119,6 +120,20 @@ struct KeyHash {
   }
 };
 
+// Holds a lock. The interpreter lock is released while another thread holds it.
+class OwnLock {
+ public:
+  explicit OwnLock(std::recursive_mutex& mutex) : lock_(mutex, std::try_to_lock) {
+    if (!lock_) {
+      const py::gil_scoped_release unlocked;
+      lock_.lock();
+    }
+  }
+
+ private:
+  std::unique_lock<std::recursive_mutex> lock_;
+};
+
 constexpr size_t kMostPatterns = 1 << 13; // of a generation: those that were not used for a whole one are dropped
 
 void drop_saved_tensor(PyObject* self) {
@@ -154,7 +169,6 @@ class Records final : public OpRecords {
       : recorder_(parts[0]),
         logged_type_(parts[1]),
         known_(parts[2]),
-        lock_(recorder_.attr("lock")),
         memory_(recorder_.attr("memory").cast<Memory&>()),
         follower_(recorder_.attr("follower")),
         plans_(follower_.attr("plans")),
@@ -184,7 +198,7 @@ class Records final : public OpRecords {
 
   void record(const CalledOp& called) override {
     const py::gil_scoped_acquire held;
-    const Locked locked(lock_);
+    const OwnLock own(lock_);
     memory_.settle();
     const bool is_between = PyDict_GET_SIZE(saved_.ptr()) == 0;
     if (is_between) {
@@ -203,12 +217,12 @@ class Records final : public OpRecords {
     if (!THPVariable_CheckExact(tensor) || THPVariable_Unpack(tensor).layout() != at::kStrided) {
       return Py_NewRef(tensor);
     }
-    const Locked locked(lock_);
+    const OwnLock own(lock_);
     return pack_recorded(tensor, self).release().ptr();
   }
 
   PyObject* unpack(SavedTensor& saved) override {
-    const Locked locked(lock_);
+    const OwnLock own(lock_);
     return unpack_recorded(saved).release().ptr();
   }
 
@@ -259,7 +273,7 @@ class Records final : public OpRecords {
 
   // Begins to count ops anew where no tensor is saved, and ends the step before.
   void begin_step() {
-    if (to_int(recorded.of(recorder_)) > few_ops_) {
+    if (memory_.recorded > few_ops_) {
       begin_step_of.call(recorder_);
     }
     if (!log_.of(follower_).is_none()) {
@@ -408,7 +422,7 @@ class Records final : public OpRecords {
   }
 
   static OpFields new_fields(std::shared_ptr<const OpPattern> pattern) {
-    return {std::move(pattern), py::none(), py::none(), steal(PyFloat_FromDouble(0)), {}, {}, {}, {}, {}, {}, -1, 0, 0, false, false};
+    return {std::move(pattern), py::none(), py::none(), steal(PyFloat_FromDouble(0)), {}, {}, {}, {}, {}, {}, {}, -1, -1, 0, 0, false, false};
   }
 
   // Returns the facts about a new signature.
@@ -541,7 +555,7 @@ class Records final : public OpRecords {
     saved.leaf = is_held ? Py_NewRef(object) : nullptr;
     saved.storage = Py_NewRef(storage.ptr());
     saved.version = version_of(tensor);
-    packs.add(sources_, 1);
+    ++memory_.packs;
     if (storage_of(storage).saved == 0) {
       check(PyDict_SetItem(saved_.ptr(), identity_of(storage).ptr(), storage.ptr()));
       memory_.begin_holding(storage_of(storage));
@@ -645,7 +659,7 @@ class Records final : public OpRecords {
     op.module = module_name();
     const auto out_bytes = to_int(known_.out_bytes.of(known)), workspace_bytes = to_int(known_.workspace_bytes.of(known));
     make_room(op, out_bytes, workspace_bytes);
-    if (is_between && memory_.live_bytes > to_int(between_peak_bytes.of(recorder_))) {
+    if (is_between && memory_.live_bytes > memory_.between_peak_bytes) {
       memory_.settle_all();
     }
     const auto held_bytes = memory_.live_bytes;
@@ -654,7 +668,7 @@ class Records final : public OpRecords {
     memory_.settle();
     const auto made_bytes = record_outputs(called, object, written, taken_bytes);
     if (called.facts.reads_to_host != 0) {
-      host_reads.add(recorder_, 1);
+      ++memory_.host_reads;
     }
     if (const auto log = log_.of(follower_); !log.is_none()) {
       log_op(log, op, operator_, written);
@@ -664,9 +678,7 @@ class Records final : public OpRecords {
     }
     if (is_between) {
       const auto most_bytes = held_bytes + made_bytes + to_int(known_.workspace_bytes.of(known));
-      if (most_bytes > to_int(between_peak_bytes.of(recorder_))) {
-        between_peak_bytes.set(recorder_, number(most_bytes));
-      }
+      memory_.between_peak_bytes = std::max(memory_.between_peak_bytes, most_bytes);
     }
   }
 
@@ -860,7 +872,7 @@ class Records final : public OpRecords {
     if (op.recordable && !op.made.empty()) {
       count_op(object);
     } else if (!op.made.empty()) {
-      kept_ops.add(recorder_, 1);
+      ++memory_.kept_ops;
     }
     return made_bytes;
   }
@@ -903,17 +915,20 @@ class Records final : public OpRecords {
     write.room_bytes = to_int(known_.workspace_bytes.of(op.known)) + (resizes_out ? 0 : to_int(known_.out_bytes.of(op.known)));
     write.in_place = true;
     write.made.emplace_back(0, steal(PyWeakref_NewRef(storage.ptr(), nullptr)));
-    packs.add(sources_, 1);
+    ++memory_.packs;
     count_op(object);
     return object;
   }
 
   void count_op(py::handle object) {
-    recorded.add(recorder_, 1);
-    ops.add(recorder_, 1);
+    ++memory_.recorded;
+    ++memory_.ops;
     const auto log = log_.of(follower_);
-    fields_of_op(object).number = log.is_none() ? to_int(ops.of(recorder_)) : PyList_GET_SIZE(ops.of(log).ptr());
-    memory_.pending.push_back(steal(PyWeakref_NewRef(object.ptr(), nullptr)));
+    auto& op = fields_of_op(object);
+    op.number = log.is_none() ? memory_.ops : PyList_GET_SIZE(ops.of(log).ptr());
+    op.place = static_cast<int64_t>(memory_.pending->size());
+    op.pending = memory_.pending;
+    memory_.pending->push_back(&op);
   }
 
   py::object device_of(c10::Device device) {
@@ -993,21 +1008,21 @@ class Records final : public OpRecords {
     return storage_of(storage).number;
   }
 
-  const Name begin_saving{"begin_saving"}, begin_step_of{"begin_step"}, between_peak_bytes{"between_peak_bytes"},
+  const Name begin_saving{"begin_saving"}, begin_step_of{"begin_step"},
       bound_bytes{"bound_bytes"}, chains{"chains"}, check_memory{"check_memory"}, check_plan{"check_plan"},
       copy_before_writes_{"copy_before_writes"}, draws{"draws"}, end{"end"}, estimate{"estimate"},
       evict_after{"evict_after"}, evicted_in_log{"evicted"}, find_block{"find_block"}, find_made{"find_made"},
-      following{"_following"}, forget{"forget"}, function{"function"}, host_reads{"host_reads"}, is_closed{"is_closed"},
-      kept_ops{"kept_ops"}, learn_sizes_of{"learn_sizes"}, log_{"log"}, made_bytes_{"made_bytes"},
-      module_number{"module"}, note{"note"}, only_saved_in_log{"only_saved"}, ops{"ops"}, packs{"packs"},
+      following{"_following"}, forget{"forget"}, function{"function"}, is_closed{"is_closed"},
+      learn_sizes_of{"learn_sizes"}, log_{"log"}, made_bytes_{"made_bytes"},
+      module_number{"module"}, note{"note"}, only_saved_in_log{"only_saved"}, ops{"ops"},
       pin_if_lost{"pin_if_lost"}, pin{"pin"}, raise_overwritten{"raise_overwritten"}, random{"random"},
-      recorded{"recorded"}, recover_{"recover"}, released_in_log{"released"}, repeatable{"repeatable"},
+      recover_{"recover"}, released_in_log{"released"}, repeatable{"repeatable"},
       sizes_bytes{"sizes_bytes"}, start{"start"}, step_number{"number"}, stop{"stop"}, storages{"_storages"},
       structures{"structures"}, unpacked_in_log{"unpacked"};
 
   const py::object recorder_, logged_type_;
   const KnownClass known_;
-  const py::object lock_;
+  std::recursive_mutex lock_; // of the state of the runtime, because a backward pass may run in several threads
   Memory& memory_;
   const py::object follower_, plans_;
   Recomputation& recomputation_;

@@ -21,7 +21,6 @@ using namespace python_objects;
 
 struct OpObject {
   PyObject_HEAD
-  PyObject* weak_references;
   OpFields fields;
 };
 
@@ -47,7 +46,9 @@ int clear_fields(PyObject* self) {
 void drop_op(PyObject* self) {
   PyObject_GC_UnTrack(self);
   Py_TRASHCAN_BEGIN(self, drop_op)
-  PyObject_ClearWeakRefs(self);
+  if (const auto& fields = fields_of(self); fields.pending) {
+    (*fields.pending)[static_cast<size_t>(fields.place)] = nullptr;
+  }
   fields_of(self).~OpFields();
   auto* type = Py_TYPE(self);
   type->tp_free(self);
@@ -140,11 +141,9 @@ PyGetSetDef* attributes() {
 }
 
 PyTypeObject* op_type() {
-  static PyMemberDef members[] = {
-      {"__weaklistoffset__", T_PYSSIZET, sizeof(PyObject), READONLY, nullptr}, {}};
   static PyType_Slot slots[] = {
       {Py_tp_dealloc, reinterpret_cast<void*>(&drop_op)}, {Py_tp_traverse, reinterpret_cast<void*>(&visit_fields)},
-      {Py_tp_clear, reinterpret_cast<void*>(&clear_fields)}, {Py_tp_getset, attributes()}, {Py_tp_members, members}, {0, nullptr}};
+      {Py_tp_clear, reinterpret_cast<void*>(&clear_fields)}, {Py_tp_getset, attributes()}, {0, nullptr}};
   static PyType_Spec spec = {"planner.native.RecordedOp", sizeof(OpObject), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
   static auto* type = reinterpret_cast<PyTypeObject*>(steal(PyType_FromSpec(&spec)).release().ptr());

@@ -70,7 +70,8 @@ struct [[gnu::visibility("hidden")]] OpFields {
   c10::SmallVector<Read, 3> reads;
   c10::SmallVector<c10::Storage, 2> kept;
   c10::SmallVector<std::pair<int64_t, pybind11::object>, 1> made; // positions of outputs, and weak references to their storages
-  int64_t ledger_id, number, room_bytes; // `room_bytes`: of its outputs and its workspace
+  std::shared_ptr<std::vector<OpFields*>> pending; // where it waits for the ledger, at `place`; null if it does not
+  int64_t place, ledger_id, number, room_bytes; // `room_bytes`: of its outputs and its workspace
   bool recordable, in_place;
 };
 

@@ -4,7 +4,6 @@ The C++ library executes and records ops (``planner/native/op_records.cpp``), an
 """
 
 import gc
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -48,18 +47,10 @@ class Recorder:
         costs: measures ops.
 
     Attributes:
-        lock: held while the state of the runtime is read or changed, because a backward pass may run in several threads.
         is_closed: the block has ended.
         sources: the saved tensors of autograd, and what they can be recomputed from.
-        ops: number of recorded ops.
-        recorded: the same, since records were last dropped.
-        kept_ops: number of ops that cannot be executed again, so that their outputs are kept.
-        between_peak_bytes: the most bytes in memory during an op that ran while autograd held no tensor.
-        host_reads: number of Python numbers that were read from tensors.
         module: the module that is running.
     """
-
-    __slots__ = ("__dict__", "__weakref__", "kept_ops", "ops", "recorded")
 
     def __init__(
         self,
@@ -76,10 +67,8 @@ class Recorder:
         self.recomputation = recomputation
         self.follower = follower
         self.costs = costs
-        self.lock = threading.RLock()
         self.is_closed = False
         self.sources = Sources(memory, recomputation)
-        self.ops = self.recorded = self.kept_ops = self.host_reads = self.between_peak_bytes = 0
         self.module = CurrentModule(SimpleNamespace(module=0))
         self._operators: dict[int, Operator] = {}
 
@@ -230,7 +219,7 @@ class Recorder:
 
     def begin_step(self) -> None:
         """Drop all records if no tensor is saved, unless there are few of them, because that takes time."""
-        if self.recorded > FEW_OPS and 4 * self.recorded > len(self.memory.resident):
+        if self.memory.recorded > FEW_OPS and 4 * self.memory.recorded > len(self.memory.resident):
             self.forget()
             self.recomputation.begin_step()
 
@@ -238,7 +227,6 @@ class Recorder:
         """Drop the records of all resident storages: no saved tensor needs them."""
         self.memory.forget()
         self.sources.forget()
-        self.recorded = 0
 
     def close(self) -> None:
         """End the block: its records, and what they hold in memory, are dropped when no saved tensor needs them."""

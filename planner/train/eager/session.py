@@ -223,7 +223,7 @@ class Rematerialization:
     @property
     def ops(self) -> int:
         """The number of ops of the loop so far, without views and recomputed ops."""
-        return self._entered.ops
+        return self._entered.memory.ops
 
     @property
     def recomputed_ops(self) -> int:
@@ -244,12 +244,12 @@ class Rematerialization:
     def kept_ops(self) -> int:
         """The number of ops whose outputs cannot be recomputed, and are kept."""
         recorder = self._entered
-        return recorder.kept_ops + recorder.sources.pinned
+        return recorder.memory.kept_ops + recorder.sources.pinned
 
     @property
     def host_reads(self) -> int:
         """The number of values that Python has read from tensors, for example with ``.item()``."""
-        return self._entered.host_reads
+        return self._entered.memory.host_reads
 
     @property
     def plans(self) -> StepPlans:
@@ -272,7 +272,7 @@ class Rematerialization:
         Raises:
             UsageError: no step has ended.
         """
-        return max(self._find_enough_bytes(self._get_longest_step()), self._entered.between_peak_bytes)
+        return max(self._find_enough_bytes(self._get_longest_step()), self._entered.memory.between_peak_bytes)
 
     def save_graph(self, path: str | os.PathLike[str]) -> None:
         """Write the longest step so far as a graph, which ``planner solve`` and ``planner compare`` take.
@@ -330,10 +330,10 @@ class Rematerialization:
             f"budget           {format_bytes(memory.budget_bytes)}",
             f"peak             {format_bytes(memory.peak_bytes)}, in eager PyTorch about {format_bytes(memory.eager_peak_bytes)}",
             f"evictions        {memory.evictions}",
-            f"recomputed ops   {again.ops} in {format_seconds(again.seconds)}, in addition to {recorder.ops} in {first}",
+            f"recomputed ops   {again.ops} in {format_seconds(again.seconds)}, in addition to {memory.ops} in {first}",
             f"kept             outputs of {self.kept_ops} ops that cannot be recomputed",
             f"copied           {recorder.sources.copies} tensors before they were overwritten",
-            f"read by Python   {recorder.host_reads} values",
+            f"read by Python   {memory.host_reads} values",
         ]
         if self.plans.plans:
             lines.append(

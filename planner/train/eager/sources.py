@@ -22,18 +22,17 @@ class Sources:
 
     Attributes:
         saved: the storages of saved tensors, by identity.
-        packs: number of tensors saved so far, and of writes by recorded ops: until it changes, the same ops read a storage.
         pinned: number of storages that were pinned since their ops were recorded.
         copies: number of storages that were copied before they were overwritten.
     """
 
     def __init__(self, memory: Memory, recomputation: Recomputation) -> None:
         self.saved: dict[int, TrackedStorage] = {}
-        self.packs = self.pinned = self.copies = 0
+        self.pinned = self.copies = 0
         self._memory = memory
         self._recomputation = recomputation
         self._copied_bytes = 0  # in this step
-        self._read_by: tuple[int, dict[Hashable, list[int]]] = (-1, {})  # `packs` when it was found
+        self._read_by: tuple[int, dict[Hashable, list[int]]] = (-1, {})  # ``Memory.packs`` when it was found
 
     def copy_before_writes(self, operator: Operator, written: Sequence[TrackedStorage]) -> None:
         """Copy pinned storages that are about to be written, if saved tensors may have to be recomputed from them.
@@ -136,7 +135,7 @@ class Sources:
         Unpinned storages are named by identity. Pinned ones, whose contents must be resident, are named by identity and version.
         """
         packs, readers = self._read_by
-        if packs == self.packs:
+        if packs == self._memory.packs:
             return readers
         readers = {}
         seen = set(self.saved)
@@ -154,7 +153,7 @@ class Sources:
                         if id(storage) not in seen:
                             seen.add(id(storage))
                             stack.append(storage)
-        self._read_by = self.packs, readers
+        self._read_by = self._memory.packs, readers
         return readers
 
     def _pin_instead(self, readers: Sequence[TrackedStorage], size_bytes: int) -> bool:

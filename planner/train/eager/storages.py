@@ -20,6 +20,12 @@ class Memory(Protocol):
         evictions: number of evictions.
         retries: number of times that the allocator ran out of memory in an op.
         overwrites: number of writes to pinned storages that were read before, without a copy.
+        ops: number of recorded ops.
+        recorded: the same, since records were last dropped.
+        kept_ops: number of ops that cannot be executed again, so that their outputs are kept.
+        host_reads: number of Python numbers that were read from tensors.
+        packs: number of tensors saved so far, and of writes by recorded ops: until it changes, the same ops read a storage.
+        between_peak_bytes: the most bytes in memory during an op that ran while autograd held no tensor.
         clock_s: total time of ops so far.
         clock: returns the time in seconds; None for the real time.
         pending: number of ops that were recorded since the ledger was last used; they are entered into it before its next use.
@@ -33,6 +39,12 @@ class Memory(Protocol):
     evictions: int
     retries: int
     overwrites: int
+    ops: int
+    recorded: int
+    kept_ops: int
+    host_reads: int
+    packs: int
+    between_peak_bytes: int
     clock_s: float
     clock: Callable[[], float] | None
     pending: int

@@ -8,6 +8,7 @@
 #include "op_records.h"
 #include "recomputation.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/stack.h>
@@ -20,15 +21,19 @@
 #include <c10/util/bit_cast.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/api/include/torch/version.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
-#include <array>
+#include <atomic>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace py = pybind11;
 
@@ -180,6 +185,8 @@ class Receiver : public c10::DebugInfoBase {
 
   std::shared_ptr<OpRecords> records;
   bool left = false;
+  int64_t number = 0; // by which Python knows it
+  size_t hooks_around = 0; // of Python's, when it was entered
 
   const OperatorFacts& facts_of(const c10::OperatorHandle& handle) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -277,17 +284,82 @@ Shared& receiver_in(PyObject* capsule) {
   return *static_cast<Shared*>(PyCapsule_GetPointer(capsule, nullptr));
 }
 
+// Returns what `receiver` has recorded in this thread, if its block has the innermost hooks on saved tensors.
+Receiver* find_receiver() {
+  auto* receiver = static_cast<Receiver*>(c10::ThreadLocalDebugInfo::get(kKind));
+  const bool is_innermost = receiver != nullptr && !receiver->left &&
+      at::SavedTensorDefaultHooks::get_tls_state().stack.size() <= receiver->hooks_around;
+  return is_innermost ? receiver : nullptr;
+}
+
+using torch::autograd::Engine;
+
+// An engine with the methods of another one, whose parameters differ between versions of PyTorch.
+template <typename Method>
+class EngineLike;
+
+template <typename Returned, typename... Arguments>
+class EngineLike<Returned (Engine::*)(Arguments...)> : public Engine {
+ public:
+  explicit EngineLike(Engine& like) : engine(like) {}
+
+  Returned execute_with_graph_task(Arguments... arguments) override {
+    return engine.execute_with_graph_task(std::forward<Arguments>(arguments)...);
+  }
+
+  Engine& engine;
+};
+
+// PyTorch's engine, but that saved tensors are packed without calls into Python. Hooks of Python's cost more than the rest of recording:
+// each node of a backward pass copies the state of its thread, with a lock of the interpreter for each reference to a hook.
+class HookedEngine final : public EngineLike<decltype(&Engine::execute_with_graph_task)> {
+ public:
+  using EngineLike::EngineLike;
+
+  torch::autograd::variable_list execute(const torch::autograd::edge_list& roots, const torch::autograd::variable_list& inputs,
+                                         bool keep_graph, bool create_graph, bool accumulate_grad,
+                                         const torch::autograd::edge_list& outputs) override {
+    return engine.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+  }
+
+  std::unique_ptr<torch::autograd::AnomalyMetadata> make_anomaly_metadata() override {
+    return engine.make_anomaly_metadata();
+  }
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
+    const auto* receiver = find_receiver();
+    return receiver == nullptr ? engine.get_default_saved_variable_hooks() : std::make_unique<SavedTensor>(receiver->records);
+  }
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
+  std::vector<std::unique_ptr<torch::autograd::NodeCreationHook>> get_node_creation_hooks() override {
+    return engine.get_node_creation_hooks();
+  }
+#endif
+};
+
+std::atomic<int> entered_blocks = 0;
+
+HookedEngine& hooked_engine() {
+  static auto& engine = *new HookedEngine(Engine::get_default_engine()); // never destroyed
+  return engine;
+}
+
+constexpr const char* kSaved = "planner.SavedTensor";
+
 PyObject* pack(PyObject* self, PyObject* tensor) {
   HANDLE_TH_ERRORS
-  const auto& records = receiver_in(self)->records;
-  return records->pack(tensor, records);
+  auto saved = std::make_unique<SavedTensor>(receiver_in(self)->records);
+  saved->call_pack_hook(THPVariable_Unpack(tensor));
+  return PyCapsule_New(saved.release(), kSaved, [](PyObject* dropped) {
+    delete static_cast<SavedTensor*>(PyCapsule_GetPointer(dropped, kSaved));
+  });
   END_HANDLE_TH_ERRORS
 }
 
 PyObject* unpack(PyObject*, PyObject* packed) {
   HANDLE_TH_ERRORS
-  auto* saved = find_saved_tensor(packed);
-  return saved == nullptr ? Py_NewRef(packed) : saved->records->unpack(*saved);
+  return THPVariable_Wrap(static_cast<SavedTensor*>(PyCapsule_GetPointer(packed, kSaved))->call_unpack_hook());
   END_HANDLE_TH_ERRORS
 }
 
@@ -307,7 +379,8 @@ bool eager_install() {
 }
 
 int64_t eager_new(void (*describe)(const char*, const char*, int64_t*)) {
-  return reinterpret_cast<int64_t>(new Shared(std::make_shared<Receiver>(describe)));
+  auto* made = new Shared(std::make_shared<Receiver>(describe));
+  return (*made)->number = reinterpret_cast<int64_t>(made);
 }
 
 void eager_drop(int64_t receiver) {
@@ -315,11 +388,19 @@ void eager_drop(int64_t receiver) {
 }
 
 void eager_enter(int64_t receiver) {
+  of(receiver)->hooks_around = at::SavedTensorDefaultHooks::get_tls_state().stack.size();
+  hooked_engine();
+  if (entered_blocks++ == 0) {
+    torch::autograd::set_default_engine_stub([]() -> Engine& { return hooked_engine(); });
+  }
   c10::ThreadLocalDebugInfo::_push(kKind, of(receiver));
   c10::impl::tls_set_dispatch_key_included(kKey, true);
 }
 
 void eager_leave(int64_t receiver) {
+  if (--entered_blocks == 0) {
+    torch::autograd::set_default_engine_stub([]() -> Engine& { return hooked_engine().engine; });
+  }
   of(receiver)->left = true;
   c10::impl::tls_set_dispatch_key_included(kKey, false);
   try {
@@ -329,6 +410,12 @@ void eager_leave(int64_t receiver) {
 }
 
 // The following functions need Python's global interpreter lock.
+
+// Returns the receiver that packs the tensors that autograd saves in this thread; 0 if there is none, or other hooks are inside of it.
+int64_t eager_find_packing() {
+  const auto* found = find_receiver();
+  return found == nullptr ? 0 : found->number;
+}
 
 // Makes the records, with the objects that op_records.cpp names, and returns the hooks that pack and unpack saved tensors; null, with
 // Python's error set, on failure.

@@ -134,34 +134,20 @@ class OwnLock {
   std::unique_lock<std::recursive_mutex> lock_;
 };
 
-constexpr size_t kMostPatterns = 1 << 13; // of a generation: those that were not used for a whole one are dropped
-
-void drop_saved_tensor(PyObject* self) {
-  auto& saved = *reinterpret_cast<SavedTensor*>(self);
-  if (saved.records) { // else it was not made completely
-    const py::error_scope kept;
-    try {
-      saved.records->release(saved);
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("a saved tensor that autograd drops");
-    }
+// Calls a function, and throws its errors of Python's as autograd does.
+template <typename Called>
+void throw_as_torch(Called called) {
+  try {
+    called();
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error raised;
+    raised.persist();
+    throw raised;
   }
-  Py_XDECREF(saved.leaf);
-  Py_XDECREF(saved.storage);
-  std::destroy_at(&saved.alias);
-  std::destroy_at(&saved.records);
-  auto* type = Py_TYPE(self);
-  type->tp_free(self);
-  Py_DECREF(type);
 }
 
-PyTypeObject* saved_tensor_type() {
-  static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&drop_saved_tensor)}, {0, nullptr}};
-  static PyType_Spec spec = {"planner.native.SavedTensor", sizeof(SavedTensor), 0,
-                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-  static auto* type = reinterpret_cast<PyTypeObject*>(steal(PyType_FromSpec(&spec)).release().ptr());
-  return type;
-}
+constexpr size_t kMostPatterns = 1 << 13; // of a generation: those that were not used for a whole one are dropped
 
 class Records final : public OpRecords {
  public:
@@ -213,17 +199,58 @@ class Records final : public OpRecords {
     record_as(op, called, written, is_between);
   }
 
-  PyObject* pack(PyObject* tensor, const std::shared_ptr<OpRecords>& self) override {
-    if (!THPVariable_CheckExact(tensor) || THPVariable_Unpack(tensor).layout() != at::kStrided) {
-      return Py_NewRef(tensor);
-    }
+  // Leaves that have gradients or whose storage is never evicted are held themselves, and so are parameters: as in plain eager PyTorch,
+  // a backward pass sees what was assigned to their ``.data`` meanwhile.
+  void pack(const at::Tensor& tensor, SavedTensor& saved, const std::shared_ptr<OpRecords>& self) override {
     const OwnLock own(lock_);
-    return pack_recorded(tensor, self).release().ptr();
+    memory_.settle();
+    if (PyDict_GET_SIZE(saved_.ptr()) == 0) { // autograd saves the inputs of the first op of a step before the op runs
+      begin_saving.call(recorder_);
+      memory_.begin_step();
+    }
+    const auto storage = find_or_add(tensor);
+    const bool is_pinned = storage_of(storage).pinned;
+    if (saved.is_parameter || (tensor.is_leaf() && (tensor.requires_grad() || is_pinned))) {
+      saved.held = tensor;
+    }
+    saved.alias = make_alias(tensor);
+    saved.storage = Py_NewRef(storage.ptr());
+    saved.version = version_of(tensor);
+    ++memory_.packs;
+    if (storage_of(storage).saved == 0) {
+      check(PyDict_SetItem(saved_.ptr(), identity_of(storage).ptr(), storage.ptr()));
+      memory_.begin_holding(storage_of(storage));
+    }
+    const auto count = ++storage_of(storage).saved;
+    saved.next = std::exchange(storage_of(storage).first, &saved);
+    if (saved.next != nullptr) {
+      saved.next->previous = &saved;
+    }
+    saved.records = self; // from now on it is released
+    if (!is_pinned && storage_of(storage).checked != memory_.overwrites) {
+      pin_if_lost.call(sources_, storage);
+    }
+    if (count == 1) {
+      memory_.allow(storage_of(storage));
+    }
   }
 
-  PyObject* unpack(SavedTensor& saved) override {
+  // Returns an alias of a saved tensor: autograd may keep it, then the reference count of the storage is higher.
+  at::Tensor unpack(SavedTensor& saved) override {
     const OwnLock own(lock_);
-    return unpack_recorded(saved).release().ptr();
+    const auto storage = borrow(saved.storage);
+    if (const auto log = log_.of(follower_); !log.is_none()) {
+      log_unpack(log, number(number_of(storage, log, step_number.of(follower_))));
+    }
+    memory_.touch(storage_of(storage), memory_.read_s);
+    const auto& tensor = saved.held.defined() ? saved.held : saved.alias;
+    if (const auto version = version_of(tensor); version != saved.version) {
+      raise_overwritten.call(recorder_, steal(THPVariable_Wrap(tensor)), number(saved.version), number(version));
+    }
+    if (!saved.held.defined() && storage_of(storage).address == 0) {
+      recomputation_.recompute(storage);
+    }
+    return make_alias(tensor);
   }
 
   void release(SavedTensor& saved) override {
@@ -532,64 +559,6 @@ class Records final : public OpRecords {
       }
     }
     return torch::jit::toPyObject(value);
-  }
-
-  // Returns the handle of a tensor. Leaves that have gradients or whose storage is never evicted are held themselves, and so are
-  // parameters: as in plain eager PyTorch, a backward pass sees what was assigned to their ``.data`` meanwhile.
-  py::object pack_recorded(PyObject* object, const std::shared_ptr<OpRecords>& self) {
-    memory_.settle();
-    if (PyDict_GET_SIZE(saved_.ptr()) == 0) { // autograd saves the inputs of the first op of a step before the op runs
-      begin_saving.call(recorder_);
-      memory_.begin_step();
-    }
-    const auto& tensor = THPVariable_Unpack(object);
-    const auto storage = find_or_add(tensor);
-    const bool is_pinned = storage_of(storage).pinned;
-    const bool is_held = reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass ||
-        (tensor.is_leaf() && (tensor.requires_grad() || is_pinned));
-    auto made = steal(saved_tensor_type()->tp_alloc(saved_tensor_type(), 0));
-    auto& saved = *reinterpret_cast<SavedTensor*>(made.ptr());
-    std::construct_at(&saved.records);
-    std::construct_at(&saved.alias);
-    saved.alias = make_alias(tensor);
-    saved.leaf = is_held ? Py_NewRef(object) : nullptr;
-    saved.storage = Py_NewRef(storage.ptr());
-    saved.version = version_of(tensor);
-    ++memory_.packs;
-    if (storage_of(storage).saved == 0) {
-      check(PyDict_SetItem(saved_.ptr(), identity_of(storage).ptr(), storage.ptr()));
-      memory_.begin_holding(storage_of(storage));
-    }
-    const auto count = ++storage_of(storage).saved;
-    saved.next = std::exchange(storage_of(storage).first, &saved);
-    if (saved.next != nullptr) {
-      saved.next->previous = &saved;
-    }
-    saved.records = self; // from now on it is released
-    if (!is_pinned && storage_of(storage).checked != memory_.overwrites) {
-      pin_if_lost.call(sources_, storage);
-    }
-    if (count == 1) {
-      memory_.allow(storage_of(storage));
-    }
-    return made;
-  }
-
-  // Returns an alias of a saved tensor: autograd may keep it, then the reference count of the storage is higher.
-  py::object unpack_recorded(SavedTensor& saved) {
-    const auto storage = borrow(saved.storage);
-    if (const auto log = log_.of(follower_); !log.is_none()) {
-      log_unpack(log, number(number_of(storage, log, step_number.of(follower_))));
-    }
-    memory_.touch(storage_of(storage), memory_.read_s);
-    const auto& tensor = saved.leaf == nullptr ? saved.alias : THPVariable_Unpack(saved.leaf);
-    if (const auto version = version_of(tensor); version != saved.version) {
-      raise_overwritten.call(recorder_, steal(THPVariable_Wrap(tensor)), number(saved.version), number(version));
-    }
-    if (saved.leaf == nullptr && storage_of(storage).address == 0) {
-      recomputation_.recompute(storage);
-    }
-    return steal(THPVariable_Wrap(make_alias(tensor)));
   }
 
   // Returns whether there was something to remove.
@@ -1038,8 +1007,46 @@ class Records final : public OpRecords {
 
 } // namespace
 
-SavedTensor* find_saved_tensor(PyObject* object) {
-  return Py_IS_TYPE(object, saved_tensor_type()) ? reinterpret_cast<SavedTensor*>(object) : nullptr;
+SavedTensor::~SavedTensor() {
+  if (!records) { // it holds the tensor itself
+    return;
+  }
+  auto dropped = std::make_unique<std::shared_ptr<OpRecords>>(std::move(records));
+  if (Py_IsInitialized() == 0) { // Python has ended
+    dropped.release();
+    return;
+  }
+  const py::gil_scoped_acquire locked;
+  const py::error_scope kept;
+  try {
+    (*dropped)->release(*this);
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("a saved tensor that autograd drops");
+  }
+  Py_DECREF(storage);
+  dropped.reset();
+}
+
+void SavedTensor::call_pack_hook(const at::Tensor& tensor) {
+  const py::gil_scoped_acquire locked;
+  const auto self = std::move(to_pack);
+  const auto object = steal(THPVariable_Wrap(tensor));
+  if (!THPVariable_CheckExact(object.ptr()) || tensor.layout() != at::kStrided) {
+    held = tensor;
+    return;
+  }
+  is_parameter = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == ParameterClass;
+  throw_as_torch([&] { self->pack(tensor, *this, self); });
+}
+
+at::Tensor SavedTensor::call_unpack_hook() {
+  if (!records) {
+    return held;
+  }
+  const py::gil_scoped_acquire locked;
+  at::Tensor found;
+  throw_as_torch([&] { found = records->unpack(*this); });
+  return found;
 }
 
 std::unique_ptr<OpRecords> new_op_records(PyObject* parts) {

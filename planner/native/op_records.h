@@ -11,6 +11,7 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <array>
 #include <cstdint>
@@ -98,30 +99,32 @@ class OpRecords {
   // Executes an op and records it. Called without the interpreter lock.
   virtual void record(const CalledOp& called) = 0;
 
-  // Returns what autograd holds in place of a tensor that it saves: a handle, which holds `self`, these records; the tensor itself if
-  // it is a subclass or not strided.
-  virtual PyObject* pack(PyObject* tensor, const std::shared_ptr<OpRecords>& self) = 0;
+  // Packs a tensor that autograd saves; a handle of it holds `self`, these records.
+  virtual void pack(const at::Tensor& tensor, SavedTensor& saved, const std::shared_ptr<OpRecords>& self) = 0;
 
   // Returns the tensor of a handle, recomputed if it was evicted.
-  virtual PyObject* unpack(SavedTensor& saved) = 0;
+  virtual at::Tensor unpack(SavedTensor& saved) = 0;
 
   // Forgets a saved tensor that autograd drops.
   virtual void release(SavedTensor& saved) = 0;
 };
 
 // The handle that autograd holds in place of a saved tensor, so that its storage can be evicted.
-struct SavedTensor {
-  PyObject_HEAD
-  std::shared_ptr<OpRecords> records;
-  PyObject* leaf; // the tensor itself, if it is a leaf or a parameter that is not evicted; else null
-  PyObject* storage;
-  int64_t version; // autograd's version counter when it was saved
-  at::Tensor alias; // keeps the storage in memory; on no memory while it is evicted
-  SavedTensor *next, *previous; // of its storage
-};
+struct SavedTensor final : torch::autograd::SavedVariableHooks {
+  explicit SavedTensor(std::shared_ptr<OpRecords> of) : to_pack(std::move(of)) {}
+  ~SavedTensor() override;
 
-// Returns the handle that an object is; null if it is none.
-SavedTensor* find_saved_tensor(PyObject* object);
+  void call_pack_hook(const at::Tensor& tensor) override;
+  at::Tensor call_unpack_hook() override;
+
+  std::shared_ptr<OpRecords> to_pack, records; // `records`: null if it is not packed but held
+  at::Tensor held; // the tensor itself, if it is a leaf or a parameter that is not evicted, a subclass or not strided
+  bool is_parameter = false;
+  PyObject* storage = nullptr;
+  int64_t version = 0; // autograd's version counter when it was saved
+  at::Tensor alias; // keeps the storage in memory; on no memory while it is evicted
+  SavedTensor *next = nullptr, *previous = nullptr; // of its storage
+};
 
 // The ledger of evictions; ledger.cpp describes it.
 class EvictionLedger {

@@ -51,22 +51,22 @@ def get_saved_hooks() -> Hooks | None:
 
 
 @contextmanager
-def pack_recomputed(wanted: Callable[[Hooks], bool]) -> Iterator[None]:
-    """Let hooks on saved tensors that are `wanted` pack what checkpoints recompute, where they are the innermost hooks."""
+def pack_recomputed(find_hooks: Callable[[], Hooks | None]) -> Iterator[None]:
+    """Let the hooks on saved tensors that `find_hooks` finds in a thread, if any, pack what checkpoints recompute."""
     frame = checkpoint._CheckpointFrame
     with (
-        wrap(checkpoint._recomputation_hook, "__init__", partial(_pack_in, wanted)),
+        wrap(checkpoint._recomputation_hook, "__init__", partial(_pack_in, find_hooks)),
         wrap(frame, "check_recomputed_tensors_match", _compare_facts),
     ):
         yield
 
 
-def _pack_in(wanted: Callable[[Hooks], bool], init: Callable[..., None], own: Any, find_frame: Any, group: Any) -> None:
+def _pack_in(find_hooks: Callable[[], Hooks | None], init: Callable[..., None], own: Any, find_frame: Any, group: Any) -> None:
     """Initialize the hooks `own` of a recomputation, with a hook around it."""
     init(own, find_frame, group)
-    hooks = get_saved_hooks()
+    hooks = find_hooks()
     recomputed = find_frame().recomputed
-    if hooks is None or not wanted(hooks) or group in recomputed:
+    if hooks is None or group in recomputed:
         return
     recomputed[group] = _Recomputed(hooks)
     own.pack_hook, own.unpack_hook = partial(_pack_after, own.pack_hook, hooks[0]), hooks[1]

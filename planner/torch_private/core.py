@@ -282,22 +282,6 @@ def _keep_or_copy(copy: Callable[..., Any], index: int, value: Any, meta: Any) -
 
 
 @contextmanager
-def let_transforms_disable_hooks(wanted: Callable[[], bool]) -> Iterator[None]:
-    """Let transforms of torch.func disable hooks on saved tensors that are set, which they refuse otherwise, where `wanted`."""
-    with wrap(torch._C._autograd, "_saved_tensors_hooks_disable", partial(_disable_set, wanted)):
-        yield
-
-
-def _disable_set(
-    wanted: Callable[[], bool],
-    disable: Callable[..., None],
-    message: str,
-    fail_if_non_empty: bool = True,  # noqa: FBT001, FBT002  as PyTorch's
-) -> None:
-    disable(message, fail_if_non_empty and not wanted())
-
-
-@contextmanager
 def enable_saved_tensors_hooks() -> Iterator[None]:
     """Call hooks on saved tensors while AOTAutograd traces, which disables them."""
     before = torch._C._autograd._saved_tensors_hooks_set_tracing(False)

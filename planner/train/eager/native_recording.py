@@ -2,7 +2,7 @@
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -13,17 +13,20 @@ from graphs.errors import PlannerError
 from planner.capture.program.draws import LOCK, get_default_generator
 from planner.native.library import Library, is_being_compiled, wait_for_library
 from planner.progress import Stage, Stages, list_views
+from planner.torch_private.checkpoints import Hooks, pack_recomputed
 from planner.train.eager.device_costs import MEASUREMENTS
 from planner.train.eager.recording import FEW_OPS, LONGEST_CHAIN, Recorder
 from planner.train.eager.shared_context import SharedContext
 from planner.train.eager.sizes import KnownOp, may_take_workspace
 from planner.train.eager.step_log import LoggedOp
 
-_Hooks = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]  # pack and unpack saved tensors
+_HOOKS: dict[int, Hooks] = {}  # of the blocks, by their receivers
 _Describe = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64))
 
 # While it is entered, functions under ``torch.compile`` run eagerly, in all threads.
 _UNCOMPILED = SharedContext(lambda: torch.compiler.set_stance("force_eager"))
+# What checkpoints recompute in blocks is evicted too.
+_CHECKPOINTS = SharedContext(lambda: pack_recomputed(_find_hooks))
 
 # What the sizes of an operator depend on: the values of ``OperatorFacts`` in op_records.h.
 _NEVER, _BY_MASKS, _BY_DATA = range(3)
@@ -37,9 +40,6 @@ class NativeRecording:
 
     Args:
         recorder: does what is Python's.
-
-    Attributes:
-        hooks: the hooks that pack and unpack saved tensors.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -50,17 +50,24 @@ class NativeRecording:
         weakref.finalize(self, library.eager_drop, self._handle)
         parts = LoggedOp, KnownOp, LONGEST_CHAIN, LOCK, get_default_generator, FEW_OPS, MEASUREMENTS
         record_with = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, ctypes.py_object)(("eager_record_with", library))
-        self.hooks: _Hooks = record_with(self._handle, (recorder, *parts))
+        self._hooks: Hooks = record_with(self._handle, (recorder, *parts))
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Receive the ops of this thread. Functions under ``torch.compile`` run eagerly."""
-        with _UNCOMPILED:
+        """Receive the ops of this thread, and what autograd saves. Functions under ``torch.compile`` run eagerly."""
+        with _UNCOMPILED, _CHECKPOINTS:
+            _HOOKS[self._handle] = self._hooks
             self._library.eager_enter(self._handle)
             try:
                 yield
             finally:
                 self._library.eager_leave(self._handle)
+                del _HOOKS[self._handle]
+
+
+def _find_hooks() -> Hooks | None:
+    """Return functions that pack and unpack tensors as autograd does in this thread: those of its block, if no other hooks do."""
+    return _HOOKS.get(prepare_library().eager_find_packing())
 
 
 def _fill_facts(recorder: Recorder, name: bytes, overload: bytes, facts: Any) -> None:
@@ -98,6 +105,7 @@ def _install(library: Library) -> ctypes.CDLL | None:
         "drop": (None, [number]),
         "enter": (None, [number]),
         "leave": (None, [number]),
+        "find_packing": (number, []),
     }
     functions = library.declare("eager", signatures)
     return functions if functions.eager_install() else None

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.io.formats import write_graph
@@ -27,19 +26,16 @@ from planner.settings.budget import Auto, Budget, Bytes, Share, read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
 from planner.show.facts.timeline import Timeline
-from planner.torch_private.checkpoints import Hooks, pack_recomputed
 from planner.torch_private.core import (
     find_higher_order_operator,
     is_functional_tensor,
     is_functorch_wrapped,
-    let_transforms_disable_hooks,
 )
 from planner.train.eager.device_costs import create_costs
 from planner.train.eager.enough_budget import find_enough_bytes
 from planner.train.eager.garbage import COLLECTED_RARELY
 from planner.train.eager.native_recording import NativeRecording, prepare_library
 from planner.train.eager.recording import Recorder
-from planner.train.eager.shared_context import SharedContext
 from planner.train.eager.sizes import OutputSizes
 from planner.train.eager.step_follower import StepFollower
 from planner.train.eager.step_log import StepGraph
@@ -49,10 +45,6 @@ from solvers.baselines.dtr import DtrParams
 from solvers.baselines.megengine import MegEngineParams
 from solvers.online.heuristics import MEGENGINE, NAMES
 
-# In threads with a block, transforms of torch.func keep what autograd saves inside of them, as without a block.
-_TRANSFORMS = SharedContext(lambda: let_transforms_disable_hooks(is_in_block))
-_HOOKS: list[Hooks] = []  # of the blocks; what checkpoints recompute in them is evicted too
-_CHECKPOINTS = SharedContext(lambda: pack_recomputed(_HOOKS.__contains__))
 _SHOWN = 5  # operators and modules in the report
 
 
@@ -163,11 +155,6 @@ class Rematerialization:
             block.callback(follower.close)
             block.enter_context(recorder.module)
             block.enter_context(recording.enter())
-            block.enter_context(_TRANSFORMS)
-            _HOOKS.append(recording.hooks)
-            block.callback(_HOOKS.remove, recording.hooks)
-            block.enter_context(_CHECKPOINTS)
-            block.enter_context(saved_tensors_hooks(*recording.hooks))
             self._block = block.pop_all()
         ACTIVE.session = self
         return self

@@ -284,11 +284,12 @@ Shared& receiver_in(PyObject* capsule) {
   return *static_cast<Shared*>(PyCapsule_GetPointer(capsule, nullptr));
 }
 
-// Returns what `receiver` has recorded in this thread, if its block has the innermost hooks on saved tensors.
+// Returns the receiver of this thread, if no hooks on saved tensors were set inside of its block.
 Receiver* find_receiver() {
   auto* receiver = static_cast<Receiver*>(c10::ThreadLocalDebugInfo::get(kKind));
-  const bool is_innermost = receiver != nullptr && !receiver->left &&
-      at::SavedTensorDefaultHooks::get_tls_state().stack.size() <= receiver->hooks_around;
+  const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state();
+  const bool is_innermost =
+      receiver != nullptr && !receiver->left && !hooks.is_tracing && hooks.stack.size() <= receiver->hooks_around;
   return is_innermost ? receiver : nullptr;
 }
 

@@ -35,6 +35,7 @@ constexpr double kBytesPerSecond = 1e8;
 constexpr double kMiB = 1 << 20;
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr int64_t kNone = -1;
+constexpr double kRounded = 1 + 1e-9; // costs of classes are sums and differences
 
 Rule read_rule(const std::string& name) {
   static const std::unordered_map<std::string, Rule> rules = {
@@ -184,11 +185,7 @@ class Ledger final : public EvictionLedger {
     storage.gone = true;
     if (has_classes()) {
       Ids labels{static_cast<int64_t>(classes_.size())};
-      for (auto other : neighbours_of(id)) {
-        if (at(other).label != kNone) {
-          labels.push_back(find_class(at(other).label));
-        }
-      }
+      each_neighbour(id, [&](const Storage& other) { labels.push_back(find_class(other.label)); });
       storage.label = labels.front();
       classes_.push_back({storage.label, storage.own_s});
       merge(labels);
@@ -240,7 +237,7 @@ class Ledger final : public EvictionLedger {
     std::optional<int64_t> chosen;
     double least = kNever;
     for (auto id : candidates_) {
-      if (chosen && is_region() && score_with(id, 0, now_s) > least) {
+      if (chosen && rule_ != Rule::kInterpreter && (is_region() || has_classes()) && score_with(id, 0, now_s) > least * kRounded) {
         continue; // its neighbourhood, which takes longer, only adds to that
       }
       const double score = score_of(id, now_s);
@@ -358,36 +355,36 @@ class Ledger final : public EvictionLedger {
     return rule_ == Rule::kClasses || rule_ == Rule::kInterpreter;
   }
 
-  Ids neighbours_of(int64_t id) {
-    Ids found = at(id).parents;
-    if (rule_ == Rule::kClasses) {
-      found.insert(found.end(), at(id).children.begin(), at(id).children.end());
-      return found;
-    }
-    for (auto op : at(id).writers) {
-      for (auto sibling : ops_.at(op).outputs) {
-        if (sibling != id) {
-          found.push_back(sibling);
+  // Visits the evicted neighbours of a storage.
+  template <typename Visit>
+  void each_neighbour(int64_t id, Visit visit) {
+    const auto visit_all = [&](const Ids& ids) {
+      for (auto other : ids) {
+        if (other != id && at(other).label != kNone) {
+          visit(at(other));
         }
       }
+    };
+    visit_all(at(id).parents);
+    if (rule_ == Rule::kClasses) {
+      return visit_all(at(id).children);
     }
-    return found;
+    for (auto op : at(id).writers) {
+      visit_all(ops_.at(op).outputs);
+    }
   }
 
   double cost_around_s(int64_t id) {
     double cost_s = 0;
     around_.clear();
-    for (auto other : neighbours_of(id)) {
-      if (at(other).label == kNone) {
-        continue;
-      }
-      const auto label = find_class(at(other).label);
+    each_neighbour(id, [&](const Storage& other) {
+      const auto label = find_class(other.label);
       if (rule_ == Rule::kInterpreter) {
-        cost_s += std::max(classes_[static_cast<size_t>(label)].cost_s, at(other).own_s);
+        cost_s += std::max(classes_[static_cast<size_t>(label)].cost_s, other.own_s);
       } else {
         around_.push_back(label);
       }
-    }
+    });
     sort_and_deduplicate(around_);
     for (auto label : around_) {
       cost_s += classes_[static_cast<size_t>(label)].cost_s;

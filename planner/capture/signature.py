@@ -42,6 +42,11 @@ def check_batch(batch: Batch) -> None:
             raise TraceError(
                 f"{name} is a numpy.{type(leaf).__name__}, which no step takes: pass a tensor (torch.as_tensor) or a plain number"
             )
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            raise TraceError(
+                f"{name} is a nested tensor, which planner.compile does not take: pass its values() and offsets(), and make it "
+                "in the step (torch.nested.nested_tensor_from_jagged), or train with planner.checkpoint(model, budget=...)"
+            )
         if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
             raise TraceError(
                 f"{name} is a sparse tensor, which no step takes: give a matrix that does not change to the model "

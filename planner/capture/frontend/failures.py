@@ -27,7 +27,17 @@ from planner.torch_private.core import FakeTensor
 
 # Patterns in the errors of Dynamo and AOTAutograd, and the messages that replace them: `{where}` is the line of the user's
 # code, `{on}` the advice for steps that are not one graph, other names are groups of the pattern. The first match counts.
+_RAGGED_SIZE = "is not tracked with proxy"
 _ANSWERS: dict[str, str] = {
+    _RAGGED_SIZE: (
+        "an op on a nested tensor computes with its ragged size, and no graph of this release of PyTorch holds that "
+        "(torch.compile fails too): compute with its values() and offsets(), or train in a block of "
+        "planner.rematerialize(budget=...), which needs no graph"
+    ),
+    r"An opaque object was created in the middle": (
+        "{where} makes an object in the step that no graph holds, such as a torch.Generator: make it once, before "
+        "planning; or {on}"
+    ),
     r"expected to have an entirely functional graph": (
         "the step writes in place to a tensor that is neither a parameter, a buffer nor an input, which cannot be planned: make "
         "it a buffer (register_buffer)"
@@ -168,6 +178,11 @@ def build_failure_on_fakes(error: Exception) -> TraceError | None:
         return None
     said, where = found["said"].strip("'\"").rstrip("."), format_location(find_traced_line(str(error)))
     return _build_trace_error(f"an op of the model fails on this batch: {found['kind']}: {said}, at {where}", error)
+
+
+def build_failure_in_backend(error: Exception) -> Exception:
+    """Return the error to raise where AOTAutograd cannot trace a graph of a model: `error` itself unless its cause is known."""
+    return _build_trace_error(_ANSWERS[_RAGGED_SIZE], error) if _RAGGED_SIZE in str(error) else error
 
 
 def _describe_failed_op(error: Exception, find_raised: Callable[[], Exception | None]) -> str | None:

@@ -24,6 +24,7 @@ from graphs.ir import Graph
 from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.frontend.dynamo_patches import call_at_end, write_data_in_place_where
 from planner.capture.frontend.eager_ops import keep_dynamo_as_eager_where, keep_ops_as_eager
+from planner.capture.frontend.failures import build_failure_in_backend
 from planner.capture.frontend.replaced_calls import replace_calls_where
 from planner.capture.frontend.saved_tensors import remove_saved_tensors_hooks
 from planner.capture.guards.names import make_readable
@@ -126,7 +127,10 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     # As in training loops, backward() is called outside of autocast.
     as_eager = private.functorch_config.patch(backward_pass_autocast="off")
     with as_eager, keep_ops_as_eager(), keep_in_graphs(CHECKS), remove_saved_tensors_hooks():
-        compiled: Callable[..., Any] = compiler(module, inputs)
+        try:
+            compiled: Callable[..., Any] = compiler(module, inputs)
+        except RuntimeError as error:
+            raise build_failure_in_backend(error) from error
     private.forget_saved_values()
     compiled = private.refuse_double_backward(compiled, _DOUBLE_BACKWARD)
     if not planned:

@@ -26,7 +26,7 @@ from planner.measure.unrepeatable_ops import mark_custom_ops
 from planner.runtime.tight_memory import prepare_for_tight_memory
 from planner.settings.compatibility import check_compatible
 from planner.settings.devices import DeviceSpec
-from planner.torch_private.capture import AOTInput, InputMutationAOTOutput, TangentAOTInput
+from planner.torch_private.capture import AOTInput, InputMutationAOTOutput, SubclassGetAttrAOTInput, TangentAOTInput
 from planner.torch_private.core import pytree
 
 
@@ -56,6 +56,8 @@ def capture_joint(
         raise TraceError(
             "the graph has a sparse input, which torch.compile(backend='planner') does not support: plan with planner.compile"
         )
+    if any(isinstance(n.meta["desc"], SubclassGetAttrAOTInput) and "Tangent" in str(n.meta["desc"]) for n in placeholders):
+        raise TraceError("the graph returns a nested tensor, whose gradient is no plain tensor: return its values() to plan it")
     dynamic = any(
         isinstance(size, torch.SymInt)
         for value in values

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
+from graphs.errors import TraceError
 from planner.train.backend.planned_graph import PlannedGraph
 from planner.train.backend.shared_budget import SharedBudget
 from planner.train.backend.step_memory import PassStorages
@@ -430,3 +431,34 @@ def test_gradients_that_are_added_up_in_another_order_are_said() -> None:
     model = Looping(again=2)
     with pytest.warns(UserWarning, match="used several times in a graph and by other graphs too: its gradients are added up"):
         train_loop(compiled(model), model)
+
+
+class Nesting(nn.Module):
+    """Computes with a nested tensor of rows, and returns it or a mean over each of its sequences."""
+
+    def __init__(self, *, is_mean: bool) -> None:
+        super().__init__()
+        self.inner, self.is_mean = nn.Linear(SIZE, SIZE), is_mean
+
+    def forward(self, rows: Tensor) -> Tensor:
+        sequences = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 3, SIZE]))
+        hidden = torch.tanh(self.inner(sequences))
+        return hidden.mean(dim=1) if self.is_mean else hidden
+
+
+def test_a_graph_that_returns_a_nested_tensor_runs_without_a_plan_and_says_so() -> None:
+    model, rows = Nesting(is_mean=False), torch.randn(SIZE, SIZE)
+    with pytest.warns(UserWarning, match=r"runs without a plan.*returns a nested tensor.*return its values\(\)"):
+        compiled(model)(rows).values().square().sum().backward()
+    given = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    model(rows).values().square().sum().backward()
+    assert all(torch.equal(a, b.grad) for a, b in zip(given, model.parameters(), strict=True) if a is not None)
+
+
+def test_ops_that_no_graph_of_nested_tensors_has_are_refused_with_a_way_out() -> None:
+    model, rows = Nesting(is_mean=True), torch.randn(SIZE, SIZE)
+    with pytest.raises(TraceError, match=r"ragged size.*planner.rematerialize"):
+        planner.compile(FunctionModule(lambda m, x: m.inner(x).sum(), inner=model), None, (rows,), **QUICK)
+    with pytest.raises(TraceError, match=r"ragged size.*planner.rematerialize"):
+        checkpointed(model)(rows)

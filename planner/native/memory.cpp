@@ -272,8 +272,7 @@ bool Memory::try_to_make_room(int64_t size_bytes, bool at_last) {
     settle_all();
   }
   while (live_bytes + size_bytes > budget_bytes) {
-    const bool by_plan = evict_planned_.call(borrow(recorder)).ptr() == Py_True;
-    if (!by_plan && !evict_one() && !(at_last && free_by_collection())) {
+    if (!evict_planned() && !evict_one() && !(at_last && free_by_collection())) {
       return false;
     }
   }
@@ -436,7 +435,7 @@ void Memory::enter_op(OpFields& op) {
     read.insert(read.end(), made.begin(), made.end());
   }
   op.ids = ids_;
-  op.ledger_id = ledger_->add_op(read, made, ledger_->estimate_s(to_double(op.seconds), moved_bytes));
+  op.ledger_id = ledger_->add_op(read, made, ledger_->estimate_s(op.seconds, moved_bytes));
 }
 
 // Returns the ledger's id of a storage, and enters it if it is new: with its `origin`, if an op has made it.
@@ -472,6 +471,15 @@ py::dict Memory::list_resident() {
 }
 
 py::object memory_type() {
+  static auto* known = new py::object(py::class_<KnownOp, std::shared_ptr<KnownOp>>(py::handle(), "KnownOp", py::module_local())
+                                          .def_readwrite("out_bytes", &KnownOp::out_bytes)
+                                          .def_readwrite("seconds", &KnownOp::seconds)
+                                          .def_readonly("number", &KnownOp::number)
+                                          .def_readwrite("workspace_bytes", &KnownOp::workspace_bytes)
+                                          .def_readwrite("guessed", &KnownOp::guessed)
+                                          .def_readwrite("needs_block", &KnownOp::needs_block)
+                                          .def_readwrite("measurements", &KnownOp::measurements));
+  static_cast<void>(known);
   static py::object* type = new py::object(
       py::class_<Memory>(py::handle(), "Memory", py::module_local())
           .def(py::init<int64_t, py::object, py::object>())

@@ -67,6 +67,7 @@ class [[gnu::visibility("hidden")]] Memory {
   std::shared_ptr<Pending> pending = std::make_shared<Pending>(); // ops that are not in the ledger yet; null where they were dropped
   PyObject* recorder = nullptr; // borrowed: `Recorder` of planner.train.eager.recording
   std::function<void(TrackedStorage&)> on_freed, on_evicted;
+  std::function<bool()> evict_planned = [] { return false; }; // evicts what a plan evicts; returns whether there was something
 
  private:
   void enter_pending();
@@ -90,7 +91,7 @@ class [[gnu::visibility("hidden")]] Memory {
   bool keeps_random_ = false;
   std::shared_ptr<LedgerIds> ids_;
   std::deque<int64_t> in_use_; // ids of storages that are pinned because something uses them
-  const python_objects::Name count_bytes_{"count_bytes"}, evict_planned_{"evict_planned"}, forget_unneeded_{"forget_unneeded"},
+  const python_objects::Name count_bytes_{"count_bytes"}, forget_unneeded_{"forget_unneeded"},
       raise_too_small_{"raise_too_small"}, collect_{"collect_garbage"};
 };
 

@@ -8,9 +8,9 @@
 //
 // An op that ends with an error may have written a part of its result, so that storage is kept, as it cannot be recomputed.
 //
-// Known weakness: the log of the step and the facts about a signature are Python objects.
+// Known weakness: the log of the step is of Python objects.
 //
-// Attributes of classes with slots are read and written in place. All others have their names.
+// Attributes of classes with slots are read and written in place.
 
 #include "op_records.h"
 
@@ -70,50 +70,6 @@ class AllocatedBytes final : public torch::profiler::impl::ProfilerStateBase {
 
 const auto kProfiler = c10::DebugInfoKind::PROFILER_STATE;
 
-// Where the objects of a class have an attribute, one of its __slots__.
-class Slot {
- public:
-  Slot(py::handle type, const char* name)
-      : offset_(reinterpret_cast<PyMemberDescrObject*>(py::object(type.attr(name)).ptr())->d_member->offset) {}
-
-  PyObject*& in(py::handle object) const {
-    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object.ptr()) + offset_);
-  }
-
-  py::handle of(py::handle object) const {
-    return in(object);
-  }
-
-  void set(py::handle object, py::object value) const {
-    Py_XSETREF(in(object), value.release().ptr());
-  }
-
- private:
-  Py_ssize_t offset_;
-};
-
-// The attributes of planner.train.eager.sizes.KnownOp.
-struct KnownClass {
-  explicit KnownClass(const py::object& type)
-      : example(type(0)), guessed(type, "guessed"), measurements(type, "measurements"), needs_block(type, "needs_block"), number(type, "number"), out_bytes(type, "out_bytes"),
-        seconds(type, "seconds"), workspace_bytes(type, "workspace_bytes") {}
-
-  // Returns the facts about a signature of which only these are known.
-  py::object make(py::object size_bytes, py::object signature) const {
-    auto* type = Py_TYPE(example.ptr());
-    auto made = steal(type->tp_alloc(type, 0));
-    for (const auto* slot : {&guessed, &measurements, &needs_block, &seconds, &workspace_bytes}) {
-      slot->set(made, borrow(slot->in(example)));
-    }
-    out_bytes.set(made, std::move(size_bytes));
-    number.set(made, std::move(signature));
-    return made;
-  }
-
-  py::object example;
-  Slot guessed, measurements, needs_block, number, out_bytes, seconds, workspace_bytes;
-};
-
 struct KeyHash {
   size_t operator()(const Key& key) const {
     return std::hash<std::string_view>()({reinterpret_cast<const char*>(key.data()), key.size() * sizeof(int64_t)});
@@ -154,7 +110,6 @@ class Records final : public OpRecords {
   explicit Records(const py::tuple& parts)
       : recorder_(parts[0]),
         logged_type_(parts[1]),
-        known_(parts[2]),
         memory_(recorder_.attr("memory").cast<Memory&>()),
         follower_(recorder_.attr("follower")),
         plans_(follower_.attr("plans")),
@@ -165,21 +120,25 @@ class Records final : public OpRecords {
         names_(recorder_.attr("module").attr("names")),
         noted_(recorder_.attr("module").attr("noted")),
         sizes_(recorder_.attr("sizes")),
-        longest_chain_(parts[3].cast<Py_ssize_t>()),
-        lock_of_draws_(parts[4]),
-        get_default_generator_(parts[5]),
-        few_ops_(parts[6].cast<int64_t>()),
-        measurements_(parts[7].cast<int64_t>()),
+        longest_chain_(parts[2].cast<Py_ssize_t>()),
+        lock_of_draws_(parts[3]),
+        get_default_generator_(parts[4]),
+        few_ops_(parts[5].cast<int64_t>()),
+        measurements_(parts[6].cast<int64_t>()),
         budget_device_(reinterpret_cast<THPDevice*>(sizes_.attr("device").ptr())->device),
         times_each_(costs_.attr("times_each").cast<bool>()) {
     memory_.recorder = recorder_.ptr();
     memory_.on_freed = [this](TrackedStorage& storage) { log_release(storage, false); };
     memory_.on_evicted = [this](TrackedStorage& storage) { log_eviction(storage); };
+    memory_.evict_planned = [this] {
+      return has_plans.of(plans_).ptr() == Py_True && evict_one.call(follower_).ptr() == Py_True;
+    };
   }
 
   ~Records() override {
     memory_.recorder = nullptr;
     memory_.on_freed = memory_.on_evicted = nullptr;
+    memory_.evict_planned = [] { return false; };
   }
 
   void record(const CalledOp& called) override {
@@ -432,14 +391,14 @@ class Records final : public OpRecords {
     auto fields = new_fields(std::move(pattern));
     const bool has_replay = !called.updates_statistics || called.facts.replay != OperatorFacts::kNoReplay;
     fields.recordable = repeatable.of(fields.pattern->operator_).ptr() == Py_True && has_replay;
-    fields.known = called.sized_by_data ? known_.make(number(0), number(0)) : learn_sizes(called, fields.pattern->operator_);
+    fields.known = called.sized_by_data ? std::make_shared<KnownOp>() : learn_sizes(called, fields.pattern->operator_);
     return fields;
   }
 
   // Returns the record of an op with arguments that no record can have, or that rebinds a tensor: it is not executed again.
   OpFields build_unusual(const CalledOp& called) {
     auto fields = new_fields(std::make_shared<OpPattern>(new_pattern(called)));
-    fields.known = known_.make(number(0), number(0));
+    fields.known = std::make_shared<KnownOp>();
     return fields;
   }
 
@@ -449,28 +408,28 @@ class Records final : public OpRecords {
   }
 
   static OpFields new_fields(std::shared_ptr<const OpPattern> pattern) {
-    return {std::move(pattern), py::none(), py::none(), steal(PyFloat_FromDouble(0)), {}, {}, {}, {}, {}, {}, {}, -1, -1, 0, 0, false, false};
+    return {std::move(pattern), nullptr, py::none(), 0, {}, {}, {}, {}, {}, {}, {}, -1, -1, 0, 0, false, false};
   }
 
   // Returns the facts about a new signature.
-  py::object learn_sizes(const CalledOp& called, const py::object& operator_) {
-    const auto hash = number(static_cast<int64_t>(KeyHash()(called.key) >> 2 | 1));
+  std::shared_ptr<KnownOp> learn_sizes(const CalledOp& called, const py::object& operator_) {
+    auto known = std::make_shared<KnownOp>();
+    known->number = static_cast<int64_t>(KeyHash()(called.key) >> 2 | 1);
     const bool has_rule = called.facts.may_guess == 0 && called.facts.resizes_out == 0;
     const auto size_bytes = has_rule ? count_bytes_of(called) : std::nullopt;
-    py::object known;
     if (size_bytes.has_value()) {
-      known = known_.make(number(*size_bytes), hash);
+      known->out_bytes = *size_bytes;
     } else {
       const auto [args, kwargs] = to_python(called);
-      known = learn_sizes_of.call(recorder_, hash, function.of(operator_), args, kwargs);
+      learn_sizes_of.call(recorder_, py::cast(known), function.of(operator_), args, kwargs);
     }
     if (!times_each_) {
       int64_t read_bytes = 0;
       for (const auto& tensor : called.inputs) {
         read_bytes += static_cast<int64_t>(tensor.nbytes());
       }
-      if (const auto likely_bytes = to_int(estimate.call(costs_, operator_, known, number(read_bytes))); likely_bytes > 0) {
-        const auto with_op_bytes = memory_.live_bytes + to_int(known_.out_bytes.of(known)) + likely_bytes;
+      if (const auto likely_bytes = to_int(estimate.call(costs_, operator_, py::cast(known), number(read_bytes))); likely_bytes > 0) {
+        const auto with_op_bytes = memory_.live_bytes + known->out_bytes + likely_bytes;
         memory_.peak_bytes = std::max(memory_.peak_bytes, std::min(with_op_bytes, memory_.budget_bytes));
       }
     }
@@ -619,14 +578,14 @@ class Records final : public OpRecords {
     const auto operator_ = op.pattern->operator_;
     if (called.sized_by_data && !called.unusual) {
       const auto [args, kwargs] = to_python(called);
-      known_.out_bytes.set(op.known, bound_bytes.call(recorder_, operator_, args, kwargs));
+      op.known->out_bytes = to_int(bound_bytes.call(recorder_, operator_, args, kwargs));
     }
     const auto& known = op.known;
     for (const auto& tensor : called.inputs) {
       refer(tensor, op);
     }
     op.module = module_name();
-    const auto out_bytes = to_int(known_.out_bytes.of(known)), workspace_bytes = to_int(known_.workspace_bytes.of(known));
+    const auto out_bytes = known->out_bytes, workspace_bytes = known->workspace_bytes;
     make_room(op, out_bytes, workspace_bytes);
     if (is_between && memory_.live_bytes > memory_.between_peak_bytes) {
       memory_.settle_all();
@@ -646,7 +605,7 @@ class Records final : public OpRecords {
       memory_.make_room(0, function.of(op.pattern->operator_));
     }
     if (is_between) {
-      const auto most_bytes = held_bytes + made_bytes + to_int(known_.workspace_bytes.of(known));
+      const auto most_bytes = held_bytes + made_bytes + known->workspace_bytes;
       memory_.between_peak_bytes = std::max(memory_.between_peak_bytes, most_bytes);
     }
   }
@@ -658,12 +617,12 @@ class Records final : public OpRecords {
       memory_.settle_all();
     }
     if (memory_.live_bytes + room_bytes <= memory_.budget_bytes) {
-      if (!is_estimated(op.known)) {
+      if (!op.known->guessed || op.known->measurements != measurements_) { // else it is an estimate
         memory_.peak_bytes = std::max(memory_.peak_bytes, memory_.live_bytes + room_bytes);
       }
       return;
     }
-    const bool is_guessed = known_.guessed.in(op.known) == Py_True;
+    const bool is_guessed = op.known->guessed;
     if (!memory_.try_to_make_room(room_bytes, !is_guessed)) {
       memory_.make_room(is_guessed ? out_bytes : room_bytes, function.of(op.pattern->operator_));
     }
@@ -675,10 +634,6 @@ class Records final : public OpRecords {
         op.kept.emplace_back(std::move(held));
       }
     }
-  }
-
-  bool is_estimated(py::handle known) {
-    return known_.guessed.in(known) == Py_True && to_int(known_.measurements.of(known)) == measurements_;
   }
 
   // Adds a tensor to what an op reads. If its contents cannot be recomputed, the record would keep it alive for longer than the program.
@@ -732,14 +687,14 @@ class Records final : public OpRecords {
   int64_t run_timed(const CalledOp& called, const py::object& object, const py::list& written) {
     auto& op = fields_of_op(object);
     const auto& known = op.known;
-    if (known_.needs_block.in(known) == Py_True) {
-      const auto size_bytes = to_int(known_.out_bytes.of(known)) + to_int(known_.workspace_bytes.of(known));
+    if (known->needs_block) {
+      const auto size_bytes = known->out_bytes + known->workspace_bytes;
       find_block.call(costs_, number(size_bytes), evict_after.of(recorder_));
     }
-    const bool is_measured = !times_each_ && start.call(costs_, known).ptr() == Py_True;
+    const bool is_measured = !times_each_ && start.call(costs_, py::cast(known)).ptr() == Py_True;
     int64_t taken_bytes = -1;
     const auto begun_s = memory_.now();
-    while (const auto error = times_each_ ? execute_here(called, known, taken_bytes) : execute(called)) {
+    while (const auto error = times_each_ ? execute_here(called, *known, taken_bytes) : execute(called)) {
       try {
         recover(op.pattern->operator_, op.draws, written, error);
       } catch (const py::error_already_set&) {
@@ -750,10 +705,9 @@ class Records final : public OpRecords {
       }
     }
     auto seconds = memory_.now() - begun_s;
-    const auto& shortest_s = known_.seconds;
     if (!times_each_) {
       check_memory.call(costs_, function.of(op.pattern->operator_));
-      seconds = to_double(shortest_s.of(known));
+      seconds = known->seconds;
     }
     if (is_measured) {
       const auto measured = stop.call(costs_);
@@ -761,22 +715,18 @@ class Records final : public OpRecords {
       taken_bytes = to_int(measured[py::int_(1)]);
     }
     advance_clock(seconds);
-    if (seconds < to_double(shortest_s.of(known))) {
-      shortest_s.set(known, steal(PyFloat_FromDouble(seconds)));
-    }
-    op.seconds = borrow(shortest_s.in(known));
+    op.seconds = known->seconds = std::min(known->seconds, seconds);
     ++recomputation_.step_ops;
     return taken_bytes;
   }
 
   // Executes an op whose time need not be waited for. What the first ones of a signature take is measured, by the allocator's events.
-  std::exception_ptr execute_here(const CalledOp& called, py::handle known, int64_t& taken_bytes) {
-    const auto measurements = to_int(known_.measurements.of(known));
-    const bool is_known = measurements == measurements_ && !called.sized_by_data; // else sizes depend on more than the signature
+  std::exception_ptr execute_here(const CalledOp& called, KnownOp& known, int64_t& taken_bytes) {
+    const bool is_known = known.measurements == measurements_ && !called.sized_by_data; // else sizes depend on more than the signature
     if (is_known || c10::ThreadLocalDebugInfo::get(kProfiler) != nullptr) { // the thread is profiled
       return execute(called);
     }
-    known_.measurements.set(known, number(measurements + 1));
+    ++known.measurements;
     const auto allocated = std::make_shared<AllocatedBytes>();
     const c10::DebugInfoGuard guard(kProfiler, allocated);
     auto error = execute(called);
@@ -828,16 +778,16 @@ class Records final : public OpRecords {
       }
     }
     if (taken_bytes >= 0) {
-      const auto before = known_.guessed.in(known) == Py_True ? 0 : to_int(known_.workspace_bytes.of(known));
+      const auto before = known->guessed ? 0 : known->workspace_bytes;
       const auto workspace = taken_bytes - made_bytes;
-      known_.workspace_bytes.set(known, number(std::max(before, workspace)));
-      known_.guessed.set(known, boolean(false));
+      known->workspace_bytes = std::max(before, workspace);
+      known->guessed = false;
       if (!times_each_) {
         note.call(costs_, object, number(made_bytes), number(workspace));
       }
     }
-    op.room_bytes = made_bytes + to_int(known_.workspace_bytes.of(known));
-    known_.out_bytes.set(known, number(made_bytes));
+    op.room_bytes = made_bytes + known->workspace_bytes;
+    known->out_bytes = made_bytes;
     if (op.recordable && !op.made.empty()) {
       count_op(object);
     } else if (!op.made.empty()) {
@@ -878,10 +828,10 @@ class Records final : public OpRecords {
         input.storage = py::none();
       }
     }
-    write.known = py::none();
+    write.known = nullptr;
     write.references = {};
     // The storage counts with its last size from the first op on.
-    write.room_bytes = to_int(known_.workspace_bytes.of(op.known)) + (resizes_out ? 0 : to_int(known_.out_bytes.of(op.known)));
+    write.room_bytes = op.known->workspace_bytes + (resizes_out ? 0 : op.known->out_bytes);
     write.in_place = true;
     write.made.emplace_back(0, steal(PyWeakref_NewRef(storage.ptr(), nullptr)));
     ++memory_.packs;
@@ -918,16 +868,16 @@ class Records final : public OpRecords {
     for (auto storage : written) {
       changed.add(number_of(storage, log, step));
     }
-    auto shapes = borrow(known_.number.in(op.known));
-    if (to_int(shapes) == 0) { // sizes depend on more than the signature
+    auto shapes = number(op.known->number);
+    if (op.known->number == 0) { // sizes depend on more than the signature
       py::list made_bytes;
       for (const auto storage : made.found) {
         made_bytes.append(borrow(PyList_GET_ITEM(sizes_bytes.of(log).ptr(), storage)));
       }
       shapes = py::tuple(made_bytes);
     }
-    add_to_log(log, operator_, read.to_tuple(), made.to_tuple(), changed.to_tuple(), op.seconds, boolean(op.recordable),
-               borrow(known_.workspace_bytes.in(op.known)), op.module, shapes);
+    add_to_log(log, operator_, read.to_tuple(), made.to_tuple(), changed.to_tuple(), steal(PyFloat_FromDouble(op.seconds)), boolean(op.recordable),
+               number(op.known->workspace_bytes), op.module, shapes);
   }
 
   void add_to_log(const py::object& log, const py::object& operator_, const py::object& read, const py::object& made,
@@ -980,8 +930,8 @@ class Records final : public OpRecords {
   const Name begin_saving{"begin_saving"}, begin_step_of{"begin_step"},
       bound_bytes{"bound_bytes"}, chains{"chains"}, check_memory{"check_memory"}, check_plan{"check_plan"},
       copy_before_writes_{"copy_before_writes"}, draws{"draws"}, end{"end"}, estimate{"estimate"},
-      evict_after{"evict_after"}, evicted_in_log{"evicted"}, find_block{"find_block"}, find_made{"find_made"},
-      following{"_following"}, forget{"forget"}, function{"function"}, is_closed{"is_closed"},
+      evict_after{"evict_after"}, evict_one{"evict_one"}, evicted_in_log{"evicted"}, find_block{"find_block"}, find_made{"find_made"},
+      following{"_following"}, has_plans{"has_plans"}, forget{"forget"}, function{"function"}, is_closed{"is_closed"},
       learn_sizes_of{"learn_sizes"}, log_{"log"}, made_bytes_{"made_bytes"},
       module_number{"module"}, note{"note"}, only_saved_in_log{"only_saved"}, ops{"ops"},
       pin_if_lost{"pin_if_lost"}, pin{"pin"}, raise_overwritten{"raise_overwritten"}, random{"random"},
@@ -990,7 +940,6 @@ class Records final : public OpRecords {
       structures{"structures"}, unpacked_in_log{"unpacked"};
 
   const py::object recorder_, logged_type_;
-  const KnownClass known_;
   std::recursive_mutex lock_; // of the state of the runtime, because a backward pass may run in several threads
   Memory& memory_;
   const py::object follower_, plans_;

@@ -273,7 +273,7 @@ bool Recomputation::call(
   const auto recorder = borrow(memory_.recorder);
   const auto& operator_ = op.pattern->operator_;
   set_settings(op.pattern->settings);
-  if (!times_each_ && !op.known.is_none() && needs_block_.of(op.known).ptr() == Py_True) {
+  if (!times_each_ && op.known != nullptr && op.known->needs_block) {
     find_block_.call(costs_, number(op.room_bytes), evict_after_.of(recorder));
   }
   while (true) {
@@ -283,7 +283,7 @@ bool Recomputation::call(
     }
     try {
       outputs = op.draws.has_value() ? draw_again(op, sources) : execute_again(op, sources);
-      taken_s = times_each_ ? memory_.now() - start_s : to_double(op.seconds);
+      taken_s = times_each_ ? memory_.now() - start_s : op.seconds;
       break;
     } catch (...) {
       torch::translate_exception_to_python(std::current_exception());

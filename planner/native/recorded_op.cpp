@@ -94,6 +94,14 @@ py::object list_kept(const OpFields& fields) {
   return made;
 }
 
+py::object get_known(const OpFields& fields) {
+  return py::cast(fields.known);
+}
+
+py::object get_seconds(const OpFields& fields) {
+  return py::float_(fields.seconds);
+}
+
 // Returns a value, or Python's error.
 template <typename Made>
 PyObject* return_made(Made make) {
@@ -103,11 +111,6 @@ PyObject* return_made(Made make) {
     error.restore();
     return nullptr;
   }
-}
-
-template <py::object OpFields::* field>
-PyObject* get_object(PyObject* self, void*) {
-  return Py_NewRef((fields_of(self).*field).ptr());
 }
 
 PyObject* get_operator(PyObject* self, void*) {
@@ -134,8 +137,8 @@ PyGetSetDef* attributes() {
       {"inputs", &get_made<list_references>, nullptr, nullptr, nullptr},
       {"read_bytes", &get_made<count_read_bytes>, nullptr, nullptr, nullptr},
       {"kept", &get_made<list_kept>, &set_kept, nullptr, nullptr},
-      {"known", &get_object<&OpFields::known>, nullptr, nullptr, nullptr},
-      {"seconds", &get_object<&OpFields::seconds>, nullptr, nullptr, nullptr},
+      {"known", &get_made<get_known>, nullptr, nullptr, nullptr},
+      {"seconds", &get_made<get_seconds>, nullptr, nullptr, nullptr},
       {}};
   return found;
 }

@@ -16,6 +16,7 @@
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Export.h>
 
+#include <limits>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -45,6 +46,13 @@ struct [[gnu::visibility("hidden")]] OpPattern {
   bool grad_enabled; // some kernels decide by it what they keep for their backward pass
 };
 
+// The facts about the ops of one signature: `KnownOp` of planner.train.eager.sizes.
+struct KnownOp {
+  int64_t out_bytes = 0, number = 0, workspace_bytes = 0, measurements = 0;
+  double seconds = std::numeric_limits<double>::infinity();
+  bool guessed = false, needs_block = false;
+};
+
 // A tensor that an op has read, without what all ops of its signature share.
 struct [[gnu::visibility("hidden")]] Read {
   pybind11::object storage; // None if the op writes it in place
@@ -63,7 +71,9 @@ void set_state(at::Generator generator, const at::Tensor& state);
 // What is not the pattern's. No `Read` is changed when Python may have seen it.
 struct [[gnu::visibility("hidden")]] OpFields {
   std::shared_ptr<const OpPattern> pattern;
-  pybind11::object known, module, seconds;
+  std::shared_ptr<KnownOp> known; // null for a write in place
+  pybind11::object module;
+  double seconds;
   std::optional<Draws> draws;
   std::shared_ptr<struct LedgerIds> ids; // of the ledger that it was entered into, with `ledger_id`; null before
   pybind11::object references; // the list of inputs, once Python has asked for it

@@ -17,7 +17,7 @@ from planner.torch_private.checkpoints import Hooks, pack_recomputed
 from planner.train.eager.device_costs import MEASUREMENTS
 from planner.train.eager.recording import FEW_OPS, LONGEST_CHAIN, Recorder
 from planner.train.eager.shared_context import SharedContext
-from planner.train.eager.sizes import KnownOp, may_take_workspace
+from planner.train.eager.sizes import may_take_workspace
 from planner.train.eager.step_log import LoggedOp
 
 _HOOKS: dict[int, Hooks] = {}  # of the blocks, by their receivers
@@ -48,7 +48,7 @@ class NativeRecording:
         self._describe = _Describe(partial(_fill_facts, recorder))  # kept alive as long as the library may call it
         self._handle = library.eager_new(self._describe)
         weakref.finalize(self, library.eager_drop, self._handle)
-        parts = LoggedOp, KnownOp, LONGEST_CHAIN, LOCK, get_default_generator, FEW_OPS, MEASUREMENTS
+        parts = LoggedOp, LONGEST_CHAIN, LOCK, get_default_generator, FEW_OPS, MEASUREMENTS
         record_with = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, ctypes.py_object)(("eager_record_with", library))
         self._hooks: Hooks = record_with(self._handle, (recorder, *parts))
 

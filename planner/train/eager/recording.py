@@ -85,11 +85,10 @@ class Recorder:
         """Return the most bytes that an op makes whose sizes depend on data."""
         return bound_data_dependent_bytes(operator.name, args, kwargs)
 
-    def learn_sizes(self, number: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> KnownOp:
-        """Return the facts about the ops of a new signature."""
-        known = self.sizes.learn(number, function, args, kwargs)
+    def learn_sizes(self, known: KnownOp, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Fill in the facts about the ops of a new signature."""
+        self.sizes.learn(known, function, args, kwargs)
         known.needs_block = not self.costs.times_each and may_take_free_memory(function)
-        return known
 
     # After an op.
 
@@ -160,10 +159,6 @@ class Recorder:
                         yield position, part
 
     # Room.
-
-    def evict_planned(self) -> bool:
-        """Evict a storage that the plan evicts, and return True if there is one; called before the heuristic."""
-        return self.follower.evict_one()
 
     def forget_unneeded(self) -> None:
         """Drop the records that no saved tensor needs, with what they keep; called before a budget is too small."""

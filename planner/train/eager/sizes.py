@@ -7,8 +7,7 @@ before an op runs, since room has to be made for it; an op whose size depends on
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,9 +21,8 @@ from planner.train.eager.tensor_arguments import (
 )
 
 
-@dataclass(slots=True)
-class KnownOp:
-    """Facts about the ops of one signature.
+class KnownOp(Protocol):
+    """Facts about the ops of one signature (``planner/native/recorded_op.h``).
 
     Attributes:
         out_bytes: bytes of the outputs; 0 if they are not known.
@@ -37,12 +35,12 @@ class KnownOp:
     """
 
     out_bytes: int
-    seconds: float = math.inf
-    number: int = 0
-    workspace_bytes: int = 0
-    guessed: bool = False
-    needs_block: bool = False
-    measurements: int = 0
+    seconds: float
+    number: int
+    workspace_bytes: int
+    guessed: bool
+    needs_block: bool
+    measurements: int
 
 
 # Position of the argument that asks for the inverse; next to it is the one that asks for counts.
@@ -68,13 +66,11 @@ class OutputSizes:
         self.device = device
         self._fake: FakeTensorMode | None = None
 
-    def learn(self, number: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> KnownOp:
-        """Return the facts about the ops of a signature: the bytes that they will allocate."""
-        size_bytes = self.count_out_bytes(function, args, kwargs)
-        known = KnownOp(size_bytes, number=number)
-        if guess := self.guess_bytes(function, args, kwargs, size_bytes):
+    def learn(self, known: KnownOp, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Fill in the bytes that the ops of a signature will allocate."""
+        known.out_bytes = self.count_out_bytes(function, args, kwargs)
+        if guess := self.guess_bytes(function, args, kwargs, known.out_bytes):
             known.workspace_bytes, known.guessed = guess, True
-        return known
 
     def guess_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], out_bytes: int) -> int:
         """Return a guess of the bytes that an op takes in addition to the `out_bytes` of outputs that fake tensors show.

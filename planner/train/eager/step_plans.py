@@ -170,6 +170,7 @@ class StepPlans:
         left_steps: number of steps that began with a plan and continued with the heuristic, because an op differed.
         borrowed_steps: number of steps that evicted what the plan of a step of other sizes evicts.
         borrows: the current step has done so.
+        has_plans: there was a plan.
         settings: settings of the solves. Ops are never reordered.
     """
 
@@ -179,7 +180,7 @@ class StepPlans:
         self.settings = PlanSettings(reorder=False)
         self.planned_steps = self.left_steps = self.borrowed_steps = 0
         self.log = StepLog(0)
-        self.borrows = False
+        self.borrows = self.has_plans = False
         self._seen: dict[int, _Seen] = {}  # by the hash of all ops; the latest step is the last
         self._solving: tuple[int, StepGraph, BackgroundSolve] | None = None
         self._following: _Seen | None = None
@@ -344,6 +345,7 @@ class StepPlans:
         if seen is not None and plan is not None:
             try:
                 seen.plan = StepPlan(plan, step, list_actions(step, plan.schedule))
+                self.has_plans = True
             except PlannerError as error:
                 seen.failure = str(error)
         if solve.ended is not None:

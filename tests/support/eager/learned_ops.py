@@ -13,9 +13,9 @@ def watch_learned(recorder: Recorder, patch: pytest.MonkeyPatch) -> list[KnownOp
     learned: list[KnownOp] = []
     learn = recorder.learn_sizes
 
-    def learn_and_add(*args: Any) -> KnownOp:
-        learned.append(learn(*args))
-        return learned[-1]
+    def learn_and_add(known: KnownOp, *args: Any) -> None:
+        learn(known, *args)
+        learned.append(known)
 
     patch.setattr(recorder, "learn_sizes", learn_and_add)
     return learned

@@ -446,7 +446,9 @@ class LaterValues:
         raise _UnknownError(kind.__name__)
 
     def _convert_number(self, tx: Any, value: Any) -> object:
-        """Return the value of a node whose value is a number, or of a constant."""
+        """Return the value of a node whose value is a number, of a list of them (of ``sum``), or of a constant."""
+        if isinstance(value, list | tuple):
+            return tuple(self._convert_number(tx, each) for each in value)
         if not isinstance(value, fx.Node):
             return value
         if value.op == "placeholder" and (name := get_known_name(value.meta["grapharg"].source)) is not None:

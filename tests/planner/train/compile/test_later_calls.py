@@ -616,3 +616,28 @@ def choose_name(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torc
 def test_a_step_that_reads_them_raises(note: Forward, said: str) -> None:
     with pytest.raises(TraceError, match=said):
         planner.compile(Noting(note), None, (torch.randn(8, 16), torch.randn(8, 16)), budget="1MB")
+
+
+class Remembering(nn.Module):
+    """Keeps its last output, scaled by a sum of numbers from a buffer, and asks whether it has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.last: torch.Tensor | None = None
+        self.register_buffer("kinds", torch.tensor([1, 2]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, factor = self.layer(x), sum(self.kinds.tolist())
+        if self.last is None or len(x) > 1:
+            self.last = (hidden * factor).detach().sum(0)
+        return hidden.square().sum()
+
+
+def test_a_sum_of_numbers_is_known_after_the_step() -> None:
+    torch.manual_seed(0)
+    model, x = Remembering(), torch.randn(8, 16)
+    loss = planner.compile(model, None, (x,), budget="100%")(x)
+    loss.backward()
+    assert model.last is not None
+    assert torch.equal(model.last, (model.layer(x) * 3).detach().sum(0))

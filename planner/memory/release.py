@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX of malloc.h
 _MOST_MMAP_THRESHOLD_BYTES = 2**25  # DEFAULT_MMAP_THRESHOLD_MAX
 _LARGE_BYTES = 2**20
 _LARGE_BYTES_BESIDE_ARENA = 2**17
@@ -31,17 +31,21 @@ def return_large_blocks() -> None:
     """Make the C library return each block of 1 MB or more to the system when it is freed, from now on.
 
     By default it keeps freed blocks of up to 32 MB in a fragmented heap: a process then holds a quarter more than its tensors
-    need. Allocating a block again costs time, so this is only for steps that need the memory. The first call logs a message.
+    need. Allocating a block again costs time, so this is only for steps that need the memory. All threads share one heap then:
+    those of a solve left 40 MB in heaps of their own, which RLIMIT_DATA counts for as long as the training lasts. The first call
+    logs a message, and drops the cycles that a capture has left.
     """
     global _returns_large_blocks  # per process, like the C library's own setting
     if (libc := _load_glibc()) is not None:
         libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
-        libc.malloc_trim(0)
+        libc.mallopt(_ARENA_MAX, 1)
         if not _returns_large_blocks:
+            gc.collect()
             _LOG.warning(
                 "memory is tight: freed memory goes back to the system at once. There is nothing to do if the plan says that the "
                 "step runs in an arena; otherwise steps are slower than predicted."
             )
+        libc.malloc_trim(0)
     _returns_large_blocks = True
 
 

@@ -441,7 +441,7 @@ def test_out_of_memory_error_names_the_stage() -> None:
 
 
 _HELD = """
-import torch
+import ctypes, threading, torch
 from benchmarks.process_memory import read_status_bytes
 from planner.memory.release import return_blocks_beside_arena, return_large_blocks
 for change, size_bytes in ((return_large_blocks, 2**22), (return_blocks_beside_arena, 2**19)):
@@ -451,6 +451,13 @@ for change, size_bytes in ((return_large_blocks, 2**22), (return_blocks_beside_a
     before = read_status_bytes("VmRSS")
     del blocks[1::2]
     print((before - read_status_bytes("VmRSS")) / size_bytes)
+held, libc = [], ctypes.CDLL(None)
+thread = threading.Thread(target=lambda: held.extend(bytes(1000) for _ in range(1000)))
+thread.start()
+thread.join()
+libc.fdopen.restype = ctypes.c_void_p
+libc.malloc_info(0, ctypes.c_void_p(libc.fdopen(2, b"w")))
+libc.fflush(None)
 """
 
 
@@ -459,6 +466,7 @@ def test_large_blocks_are_returned_when_they_are_freed_and_smaller_ones_beside_a
     run = subprocess.run([sys.executable, "-c", _HELD], capture_output=True, text=True, check=True)
     returned = [float(line) for line in run.stdout.split()]
     assert len(returned) == 2 and min(returned) > 15
+    assert run.stderr.count("<heap nr=") == 1, "threads have heaps of their own"
 
 
 def test_cost_of_released_memory_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:

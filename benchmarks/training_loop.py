@@ -14,6 +14,7 @@ from planner.capture.workload.models import Workload
 from planner.measure.steps import Step, get_loss, wait_for_device
 from planner.torch_private.core import pytree
 
+_PART = 2**16  # values that are drawn at once
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
@@ -39,8 +40,15 @@ def generate_batches(like: Batch, count: int, *, seed: int) -> Iterator[Batch]:
     tensors, structure = pytree.tree_flatten(like)
     generator = torch.Generator(tensors[0].device).manual_seed(seed)
     for _ in range(count):
-        drawn = [torch.randint(t.numel(), t.shape, generator=generator, device=t.device) for t in tensors]
-        yield pytree.tree_unflatten([t.flatten()[places] for t, places in zip(tensors, drawn, strict=True)], structure)
+        yield pytree.tree_unflatten([_draw_like(tensor, generator) for tensor in tensors], structure)
+
+
+def _draw_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return values drawn from those of `tensor`, in parts: places for all would take twice their memory beside a step's."""
+    drawn, values = tensor.new_empty(tensor.shape), tensor.flatten()
+    for part in drawn.view(-1).split(_PART):
+        part.copy_(values[torch.randint(len(values), part.shape, generator=generator, device=tensor.device)])
+    return drawn
 
 
 class Loop:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 
 import torch
 
@@ -32,7 +31,7 @@ from planner.measure.isolated_op import IsolatedOp, OpFunction
 from planner.measure.kernel_settings import SETTINGS, collect_kernel_settings, format_settings
 from planner.measure.roofline import model_composed, model_node
 from planner.measure.sizes import ALLOCATED, replace_ops_and_tensors
-from planner.measure.synthetic_inputs import TensorSpec
+from planner.measure.synthetic_inputs import TensorSpec, is_taken_whole
 from planner.measure.timing import compute_typical, time_call
 from planner.measure.unrepeatable_ops import (
     compute_checksums,
@@ -276,10 +275,14 @@ class _Profiler:
         assert call is not None
         return self._build_executable(call)
 
-    def _build_executable(self, call: IsolatedOp, computed: Mapping[int, ComputedInput] = MappingProxyType({})) -> MeasuredOp:
-        inputs: dict[int, torch.Tensor | TensorSpec | ComputedInput] = dict(computed)  # first, while there is no other input
+    def _build_executable(self, call: IsolatedOp, computed: Mapping[int, ComputedInput] | None = None) -> MeasuredOp:
+        """Return `call` with its inputs; without those that are `computed`, masks select all where that takes more memory."""
+        inputs: dict[int, torch.Tensor | TensorSpec | ComputedInput] = dict(computed or {})  # first, with no other in memory
         for t in (*call.reads, *call.op.inputs):
-            if (value := self._layouts[t]) is not None:
+            value = self._layouts[t]
+            if computed is None and isinstance(value, torch.Tensor) and is_taken_whole(call.op.target, value.dtype):
+                value = TensorSpec.of(value)
+            if value is not None:
                 inputs.setdefault(t, value)
         return MeasuredOp(call, call.load(self.capture.program), inputs)
 
@@ -322,9 +325,9 @@ class _Profiler:
     def _execute_or_model(self, key: _Key, call: IsolatedOp, new: dict[_Key, MeasuredOp]) -> tuple[TensorSpec | None, ...]:
         measured = self._build_executable(call)
         error = self._find_error(measured)
-        if error is not None and (integers := self._find_computed_integers(call)):
+        if error is not None:
             error = None  # its traceback has the arguments
-            measured = self._build_executable(call, integers)
+            measured = self._build_executable(call, self._find_computed_integers(call))
             error = self._find_error(measured)
         if error is not None:
             modelled = self._model_cost(call, error)

@@ -16,6 +16,8 @@ _FROM_ONE = {
     "aten._assert_async.default",
     "aten._assert_async.msg",
 }
+# Ops that list what a mask selects, in memory that grows with it. It differs from batch to batch: all of it counts.
+_LISTING = {"aten.masked_scatter_backward.default", "aten.index_put.default", "aten._unsafe_index_put.default"}
 _BLOCK_ELEMENTS = 2**16  # random numbers in a block; larger tensors repeat it: each copy doubles the filled part
 
 
@@ -53,11 +55,11 @@ class TensorSpec:
         """Return a tensor of this layout with numbers between 1/4 and 3/4, for an op that calls `target`.
 
         Probabilities, variances and arguments of logarithms lie in that range. Integers are 0, which is a valid index
-        (or 1).
-        Nothing but the tensor itself is allocated.
+        (or 1). Masks are false, or true where that takes more memory. Nothing but the tensor itself is allocated.
         """
         if not self.dtype.is_floating_point:
-            flat = torch.full((self.elements,), int(target in _FROM_ONE), dtype=self.dtype, device=self.device)
+            one = target in _FROM_ONE or is_taken_whole(target, self.dtype)
+            flat = torch.full((self.elements,), int(one), dtype=self.dtype, device=self.device)
             return flat.as_strided(self.shape, self.stride, self.offset)
         flat = torch.empty(self.elements, dtype=self.dtype, device=self.device)
         block = torch.from_numpy(_build_random_block())
@@ -68,6 +70,11 @@ class TensorSpec:
             flat[done : done + more].copy_(flat[:more])
             done += more
         return flat.as_strided(self.shape, self.stride, self.offset)
+
+
+def is_taken_whole(target: str, dtype: torch.dtype) -> bool:
+    """Return True if an input of this type is a mask for an op that calls `target` and takes the more memory the more is true."""
+    return dtype == torch.bool and target in _LISTING
 
 
 @cache

@@ -60,6 +60,18 @@ def test_masks_select_as_many_elements_as_in_the_step(mask: Callable[[Tensor], T
     assert [graph.tensors[t].size_bytes for t in index.outputs] == [16 * 15 * 4]
 
 
+@pytest.mark.parametrize(("rows", "activated"), [(16, True), (24, False)])
+def test_masks_count_whole_where_memory_grows_with_what_they_select(rows: int, activated: bool) -> None:
+    def fill(model: nn.Module, x: Tensor) -> Tensor:
+        hidden = model.layer(x)
+        mask = hidden.tanh() < 0 if activated else x[:, :1] < 0
+        return hidden.masked_scatter(mask.expand_as(hidden), model.layer(x.flip(0))).sum()
+
+    graph = planner.trace(FunctionModule(fill, layer=nn.Linear(8, 8)), None, (torch.ones(rows, 8),), passes=1)
+    (backward,) = (op for op in graph.ops if op.target == "aten.masked_scatter_backward.default")
+    assert backward.workspace_bytes >= 2 * 8 * rows * 8  # two lists of the places of all elements
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 def test_offsets_of_padded_windows_are_valid() -> None:
     batch = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])

@@ -113,7 +113,7 @@ class PassTimes:
 
     Attributes:
         seconds: those so far.
-        end: when the autograd function of the last step ended.
+        end: when the last backward pass ended.
     """
 
     def __init__(self) -> None:
@@ -130,12 +130,9 @@ class PassTimes:
         """Run the backward pass."""
         start = time.perf_counter()
         gradients = run(static, saved)
-        self.seconds += time.perf_counter() - start
-        return gradients
-
-    def note_end(self, *_: object) -> None:
-        """Note that the autograd function has returned its gradients; autograd calls this as its hook."""
         self.end = time.perf_counter()
+        self.seconds += self.end - start
+        return gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +281,6 @@ def _time_step(step: Step, workload: Workload, passes: PassTimes | None, times: 
     start = time.perf_counter()
     loss = get_loss(call(step, workload.batch))
     middle = time.perf_counter()
-    if passes is not None:
-        loss.grad_fn.register_hook(passes.note_end)
     loss.backward()
     end = time.perf_counter()
     times.forward.append(middle - start)

@@ -32,6 +32,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch, has_fewer_rows, join_returned, split_arguments
 from planner.capture.step import TrainingStep
 from planner.memory.reserved import DeviceTraining, needs_libraries
+from planner.native.library import find_library
 from planner.native.unchanged import StepGuards
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.changed_inputs import ChangedInputs
@@ -75,6 +76,7 @@ class Executor:
         inputs: the sources of the batch.
         memory: description of the memory of `code`.
         earlier_gradients: the check of earlier gradients.
+        trained: positions of the static tensors that get gradients.
         changed_inputs: the tensors that are written between the passes.
         check_writes: True to detect writes to saved tensors that autograd does not see.
         arena: the arena that the passes run in; None for PyTorch's allocator.
@@ -124,8 +126,8 @@ class Executor:
         self._autocast = _describe_autocast(self._device_type)
         self._static_order = {source.tensor: i for i, source in enumerate(self.program.sources)}
         self._tangent = next(i for i, source in enumerate(self.program.sources) if source.is_tangent)
-        self._trained = [self._static_order[tensor] for tensor, _ in self.program.gradients]
-        self._untrained = sorted({*range(len(self.program.sources))}.difference(self._trained))
+        self.trained = [self._static_order[tensor] for tensor, _ in self.program.gradients]
+        self._untrained = sorted({*range(len(self.program.sources))}.difference(self.trained))
         self.inputs = tuple(source for source in self.program.sources if source.kind is Kind.INPUT and not source.is_tangent)
         self._parameters = [i for i, source in enumerate(self.program.sources) if source.kind is Kind.PARAMETER]
         # Inductor's kernels write without autograd's knowledge, and its backward pass reads their results.
@@ -260,10 +262,11 @@ class Executor:
         numbers = leaves[len(leaves) - self.program.numbers :]
         static += numbers
         check_earlier_gradients = self._check_earlier_gradients(static)
-        for i in self._untrained:  # autograd would call the hooks of inputs that get no gradient
+        for i in self._untrained:  # which are saved, but are no inputs: autograd would call their hooks
             if static[i] is not None and static[i].requires_grad:
                 static[i] = static[i].detach()
-        results: tuple[torch.Tensor, ...] = apply_function(_Step, self, check_earlier_gradients, *static)
+        trained = [static[i] for i in self.trained]
+        results: tuple[torch.Tensor, ...] = apply_function(_Step, self, check_earlier_gradients, static, *trained)
         if self._trains and self._guards is not None:
             self._guards.call_later(self.training_step, self.signature.list_for_later(results))
             self._guards.count(self.training_step, numbers)
@@ -449,23 +452,16 @@ class Executor:
             return f"{self.signature.names[int(source.name)]} of the batch"
         return source.name.removeprefix("model.")
 
-    def place_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return `gradients` in the order of the static tensors; None for tensors without gradient, and for numbers."""
-        placed: list[torch.Tensor | None] = [None] * (len(self.program.sources) + self.program.numbers)
-        for i, gradient in zip(self._trained, gradients, strict=True):
-            placed[i] = gradient
-        return placed
-
 
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, executor: Executor, check_earlier_gradients: Callable[[], object], *static: Any
+        ctx: Any, executor: Executor, check_earlier_gradients: Callable[[], object], static: Sequence[Any], *_: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.executor = executor
         ctx.check_earlier_gradients = check_earlier_gradients
-        local, ctx.shardings = executor.sharding.unwrap(static)
+        local, ctx.shardings = executor.sharding.unwrap(static, executor.trained)
         with ErrorReport(executor.memory, "forward"), _disable_autocast(local):
             loss, extras, ctx.alive = executor.code.forward(local)
         ctx.versions = [ctx.alive[i]._version for i in executor.code.returned]
@@ -496,12 +492,13 @@ class _Step(torch.autograd.Function):
         alive = executor.hand_over(ctx)
         static = executor.restore(ctx, tangent)
         with ErrorReport(executor.memory, "backward"), _disable_autocast(static):
-            gradients = executor.place_gradients(executor.code.backward(static, alive))
-        gradients = executor.sharding.wrap(gradients, ctx.shardings)
+            gradients = [*executor.sharding.wrap(executor.code.backward(static, alive), ctx.shardings)]
         if executor.arena is not None and executor.accumulates:
             # Until autograd has added them: it copies out of the arena what others hold too.
             at_end_of_backward([*gradients].clear)
-        return (None, None, *gradients)
+        elif (library := find_library()) is not None and library.accumulate(ctx, gradients):
+            return ()
+        return (None, None, None, *gradients)
 
 
 def check_no_transform(what: str) -> None:

@@ -30,11 +30,12 @@ class Unsharded:
         """Return the result of `check`, which refuses `batch` by a MismatchError; processes that run `plan` do the same."""
         return check()
 
-    def unwrap(self, static: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return the tensors that a program reads, and the shardings that `wrap` takes."""
+    def unwrap(self, static: Sequence[Any], trained: Sequence[int]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the tensors that a program reads, and the shardings of those that are `trained`, which `wrap` takes."""
+        del trained
         return static, ()
 
-    def wrap(self, gradients: list[torch.Tensor | None], shardings: Sequence[Any]) -> list[torch.Tensor | None]:
-        """Return the gradients for autograd, in the order of the static tensors."""
+    def wrap(self, gradients: Sequence[torch.Tensor | None], shardings: Sequence[Any]) -> Sequence[torch.Tensor | None]:
+        """Return the gradients for autograd."""
         del shardings
         return gradients

@@ -357,12 +357,11 @@ class Sharding(Unsharded):
         agree(self._ranks, plan, batch)
         return found
 
-    def unwrap(self, static: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return `static` with local tensors in place of DTensors, and the sharding of each; None for other tensors."""
-        shardings = list(map(get_sharding, static))
-        return [get_local_tensor(value) for value in static], shardings
+    def unwrap(self, static: Sequence[Any], trained: Sequence[int]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return `static` with local tensors in place of DTensors, and the shardings of those that are `trained`, or None."""
+        return [get_local_tensor(value) for value in static], [get_sharding(static[i]) for i in trained]
 
-    def wrap(self, gradients: list[torch.Tensor | None], shardings: Sequence[Any]) -> list[torch.Tensor | None]:
+    def wrap(self, gradients: Sequence[torch.Tensor | None], shardings: Sequence[Any]) -> Sequence[torch.Tensor | None]:
         """Return `gradients` as DTensors where there is a sharding."""
         return [
             gradient if gradient is None or sharding is None else build_dtensor(gradient, sharding)

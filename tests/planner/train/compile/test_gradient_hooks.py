@@ -1,5 +1,6 @@
 """Hooks on gradients that record or need values are called in the backward pass of a plan, as eager PyTorch calls them."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -168,3 +169,30 @@ def test_hook_that_reads_what_the_step_makes_is_refused_with_its_line(run: Calla
     model = FunctionModule(lambda m, x: run(m, x).square().mean(), layer=nn.Linear(4, 4))
     with pytest.raises(TraceError, match=r"\(.*register_hook\(.*\) registers a hook that changes Python objects"):
         planner.trace(model, None, (torch.randn(4, 4),), passes=1)
+
+
+def test_gradients_are_given_as_autograd_gives_them() -> None:
+    kinds: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
+        "plain": lambda _, loss: loss.backward(),
+        "twice": lambda _, loss: (loss.backward(retain_graph=True), loss.backward()),
+        "penalty": lambda model, loss: (loss + sum(p.square().sum() for p in model.parameters())).backward(),
+        "chosen": lambda model, loss: loss.backward(inputs=[model[0].weight]),
+        "hook": lambda model, loss: (model[0].weight.register_hook(lambda gradient: 2 * gradient), loss.backward()),
+        "written": lambda model, loss: (model[2].bias.register_post_accumulate_grad_hook(SEEN.append), loss.backward()),
+        "frozen": lambda model, loss: (model[0].weight.requires_grad_(False), loss.backward()),
+    }
+    SEEN.clear()
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    eager, batch = copy.deepcopy(model), (*rows(0), *rows(1))
+    step = planner.compile(model, nn.MSELoss(), batch, budget="300%", passes=1, on_progress=False)
+    for kind, run in kinds.items():
+        for _ in range(1 if kind == "frozen" else 2):  # the gradients of the first step are new, those of the second are added
+            loss = step(*batch)
+            run(model, loss)
+            run(eager, nn.functional.mse_loss(eager(batch[0]), batch[1]))
+            pairs = list(zip(model.parameters(), eager.parameters(), strict=True))
+            assert all(p.grad is other.grad is None or torch.equal(p.grad, other.grad) for p, other in pairs)
+            assert (loss.grad_fn.next_functions == ()) == (kind in ("plain", "twice"))
+        for module in (model, eager):
+            module.zero_grad()
+    assert len(SEEN) == 2 * (1 + 2 + 2)

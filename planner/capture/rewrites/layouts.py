@@ -114,7 +114,11 @@ def record_eager_layouts(graph: fx.Graph) -> None:
             continue
         if isinstance(node.target, OpOverload) and not node.target.is_view and not _is_exact(node):
             values = {arg: value for arg, value in differing.items() if isinstance(value, torch.Tensor)}
-            node.meta[_READ] = {arg: value.stride() for arg, value in values.items() if _is_writable(value)}
+            node.meta[_READ] = {
+                arg: value.stride()
+                for arg, value in values.items()
+                if _is_writable(value) and not (_is_pointwise(node) and _has_same_rows(value, arg.meta["val"]))
+            }
         # The layout of a result follows from those of its inputs, so it is carried on to the next reader.
         value = _compute_eager_value(node, differing)
         if _list_strides(value) != _list_strides(node.meta["val"]):
@@ -151,6 +155,15 @@ def copy_with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tens
 
 def _is_exact(node: fx.Node) -> bool:
     return node.target.overloadpacket in _EXACT and "alpha" not in node.kwargs  # type: ignore[union-attr]
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
+
+
+def _has_same_rows(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if the strides of two tensors of one shape are equal but for dimensions of size 1, which pointwise ops skip."""
+    return all(a == b or size == 1 for size, a, b in zip(value.shape, value.stride(), other.stride(), strict=True))
 
 
 def _compute_eager_value(node: fx.Node, eager: Mapping[fx.Node, Any]) -> Any:

@@ -352,18 +352,21 @@ def _is_constant(value: Any) -> bool:
 
 
 def _find_root(node: fx.Node) -> str | None:
-    """Return the variable that an inlined node is a view of, or perhaps a copy; None if it may be a view of a copy."""
+    """Return the variable that an inlined node is a view of, or perhaps a copy; None if it is neither."""
     if not node.meta.get(INLINE):
         return get_variable(node)
     if node.target is not operator.getitem and not (isinstance(node.target, OpOverload) and _is_view(node.target)):
         return None
-    bases = {None if _may_copy(base) else _find_root(base) for base in node.all_input_nodes}
+    bases = set(map(_find_root, node.all_input_nodes))
     return bases.pop() if len(bases) == 1 else None
 
 
 def _may_copy(node: fx.Node) -> bool:
-    """Return True if an inlined node is a view or a copy, as its argument is laid out."""
-    return bool(node.meta.get(INLINE)) and isinstance(node.target, OpOverload) and node.target.overloadpacket in _MAY_COPY
+    """Return True if an inlined node is a view or a copy, as its argument is laid out, or a view of such a node."""
+    if not node.meta.get(INLINE):
+        return False
+    copies = isinstance(node.target, OpOverload) and node.target.overloadpacket in _MAY_COPY
+    return copies or any(map(_may_copy, node.all_input_nodes))
 
 
 def _is_view(op: OpOverload) -> bool:

@@ -51,9 +51,9 @@ using c10::IValue;
 // The values of a run.
 struct Registers {
   std::vector<IValue> values;
-  std::vector<bool> is_view; // made of an instruction's first argument, whose memory it shares
+  std::vector<bool> is_copy; // where a view was asked for, or a view of such a copy
 
-  explicit Registers(size_t count) : values(count), is_view(count) {}
+  explicit Registers(size_t count) : values(count), is_copy(count) {}
 
   IValue& operator[](size_t index) {
     return values[index];
@@ -205,8 +205,8 @@ struct Instruction {
   std::vector<Argument> arguments; // those by name last
   py::object names; // of the arguments by name, as a tuple
   std::vector<int64_t> results; // registers; -1 for what nothing reads
-  std::vector<int64_t> freed; // the inverse of a register's number: only if it holds no view
-  std::unique_ptr<FirstView> view; // of an operator that makes one of its first argument
+  std::vector<int64_t> freed; // the inverse of a register's number: only if it holds a copy
+  std::unique_ptr<FirstView> view; // of an operator that makes one of its first argument, or a list of them
   Draw draw = kNoDraw; // of an operator
   std::vector<Argument> drawn_from; // the saved state, the generator and the operator's own generator
 };
@@ -381,14 +381,14 @@ void call_operator(const Instruction& instruction, Registers& registers, torch::
   const at::Tensor* base = nullptr;
   if (instruction.view) {
     const int64_t made = instruction.results[0];
-    if (registers[made].isTensor()) {
+    if (!registers[made].isNone()) {
       return; // for an earlier reader
     }
     base = &registers[instruction.arguments[0].index].toTensor();
+    registers.is_copy[made] = registers.is_copy[instruction.arguments[0].index];
     const View* view = instruction.view->get();
     if (view != nullptr && !has_modes && view->is_of(*base)) {
       registers[made] = view->make(*base);
-      registers.is_view[made] = true;
       return;
     }
   }
@@ -397,9 +397,11 @@ void call_operator(const Instruction& instruction, Registers& registers, torch::
     stack.push_back(build_value(argument, registers));
   }
   instruction.op->callBoxed(stack);
-  if (base != nullptr) {
+  if (base != nullptr && stack[0].isTensor()) {
     const at::Tensor& made = stack[0].toTensor();
-    registers.is_view[instruction.results[0]] = made.has_storage() && base->has_storage() && made.is_alias_of(*base);
+    if (!made.has_storage() || !base->has_storage() || !made.is_alias_of(*base)) {
+      registers.is_copy[instruction.results[0]] = true;
+    }
     if (!has_modes && View::describes(*base, made)) {
       instruction.view->keep(*base, made);
     }
@@ -495,12 +497,17 @@ void call_function(const Instruction& instruction, Registers& registers) {
   }
   if (!instruction.results.empty() && instruction.results[0] >= 0) {
     registers[instruction.results[0]] = to_value(result);
+    registers.is_copy[instruction.results[0]] = true; // for all that is known
   }
 }
 
 void take_item(const Instruction& instruction, Registers& registers) {
   const IValue& sequence = registers[instruction.arguments[0].index];
   IValue& item = registers[instruction.results[0]];
+  if (!item.isNone()) {
+    return; // for an earlier reader
+  }
+  registers.is_copy[instruction.results[0]] = registers.is_copy[instruction.arguments[0].index];
   if (sequence.isCapsule()) {
     py::gil_scoped_acquire lock;
     const py::object subscript = build_object(instruction.arguments[1], registers);
@@ -578,7 +585,7 @@ py::object run(const Program& program, py::handle given, int64_t& position) {
       }
       for (int64_t freed : instruction.freed) {
         const int64_t index = freed < 0 ? ~freed : freed;
-        if (freed >= 0 || !registers.is_view[index]) {
+        if (freed >= 0 || registers.is_copy[index]) {
           registers[index] = IValue();
         }
       }
@@ -637,15 +644,14 @@ void adapt(Argument& argument, c10::TypePtr type) {
   }
 }
 
-// Whether an instruction makes a view of its first argument that depends on nothing else.
+// Whether an instruction makes a view of its first argument, or a list of them, that depends on nothing else.
 bool makes_view(const Instruction& instruction) {
   const auto& schema = instruction.op->schema();
   const auto& arguments = instruction.arguments;
   if (schema.is_mutable() || instruction.counts_versions || schema.returns().size() != 1 || instruction.results[0] < 0) {
     return false;
   }
-  const auto& returned = schema.returns()[0];
-  const bool is_view = returned.alias_info() != nullptr && returned.type()->kind() == c10::TypeKind::TensorType;
+  const bool is_view = schema.returns()[0].alias_info() != nullptr;
   const auto is_constant = [](const Argument& argument) { return argument.form == kConstant; };
   return is_view && arguments[0].form == kRegister && std::all_of(arguments.begin() + 1, arguments.end(), is_constant);
 }

@@ -5,6 +5,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,22 @@ def test_views_follow_the_layout_of_what_they_are_of() -> None:
             outcomes.append([outcome(executor, workload._replace(batch=(x, x))) for x in (*batches, *batches)])
         assert isinstance(native_passes(executor)[0], NativePass) is native
     assert_equal(*outcomes)
+
+
+def test_views_of_a_tensor_that_may_be_copied_are_made_once() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        rows = m.linear(x).reshape(8, 3).unbind()
+        for row, other in pairwise(rows):
+            x = x + (row * other).tanh().sum()
+        return x
+
+    model = FunctionModule(forward, linear=nn.Linear(6, 6))
+    workload = Workload(model, lambda y, x: (y * x).sum(), (torch.randn(4, 6),) * 2)
+    captured = capture(*workload)
+    executor = Executor(captured, keep_everything(captured.graph), model, workload.loss_fn)
+    with torch.autograd.profiler.profile() as profiled:
+        executor(*workload.batch).backward()
+    assert [event.count for event in profiled.key_averages() if event.key == "aten::unbind"] == [2]  # one in each pass
 
 
 def test_a_pass_that_mostly_calls_python_stays_there() -> None:

@@ -211,7 +211,7 @@ def test_building_a_large_model_stops_on_request() -> None:
     problem = build_problem(untimed(40), 20)
     discretization = Discretization(tuple(range(problem.ops)))
     whole = build_relaxation(problem, discretization, should_stop=CountedClock(10**9)).program
-    assert whole.matrix.nnz > 20_000
+    assert len(whole.matrix.values) > 20_000
     clock = CountedClock(3)
     with pytest.raises(BuildStoppedError):
         build_relaxation(problem, discretization, should_stop=clock)

@@ -77,7 +77,7 @@ def test_invalid_budget_raises(budget: Any, graph: Graph) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"solver": "magic"}, "no solver 'magic': choose one of windows, keep-everything"),
+        ({"solver": "magic"}, "there is no solver 'magic': `planner solvers` lists them all"),
         ({"tolerance": -1.0}, "tolerance is -1.0: must be"),
         ({"tolerance": float("nan")}, "tolerance is nan: must be"),
         ({"time_limit_s": 0.0}, "time limit is 0.0: must be"),

@@ -306,7 +306,7 @@ def test_invalid_compare_requests_raise(graph: Graph, tmp_path: Path) -> None:
         compare(graph, ["80%"], ["magic"], tmp_path)
     with pytest.raises(PlannerError, match="jobs is 0"):
         compare(graph, ["80%"], ["keep-everything"], tmp_path, StudySettings(jobs=0))
-    with pytest.raises(PlannerError, match="no method 'magic'"):
+    with pytest.raises(PlannerError, match="there is no solver 'magic': `planner solvers` lists them all"):
         parse_methods("windows,magic")
     assert not list(tmp_path.iterdir())
 

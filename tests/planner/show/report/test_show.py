@@ -246,7 +246,7 @@ def test_a_curve_is_shown_with_the_budget_of_the_plan(
     assert "Overhead against budget" in html.read_text()
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     assert main([*show, str(tmp_path / "other.csv")]) == 1
-    assert "is not a curve that planner curve -o wrote" in capsys.readouterr().err
+    assert "other.csv holds no points of a curve: planner curve model.json -o curve.csv writes one" in capsys.readouterr().err
 
 
 def test_the_trace_holds_every_execution(timeline: Timeline) -> None:

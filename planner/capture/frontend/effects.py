@@ -13,7 +13,7 @@ refused, numbers are followed (``symbolic_numbers``).
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from planner.capture.guards.names import Scope, build_accessor, is_of_torch, mak
 from planner.torch_private.capture import RemovableHandleVariable, SideEffects, get_constant_key, get_source_name
 from planner.torch_private.patches import wrap
 
-_Change = Literal["never", "once", "always"]
+_Change = Literal["never", "once", "made", "always"]  # "made": a tensor, by each call, where there was none
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class Effect:
         constant: the value at the end of the step, in a tuple, if it is a number, a text or None.
         number: likewise, as an expression of numbers that are inputs of the step.
         value: the variable that it is set to; of an object that is changed, its own.
+        computes: True if the captured code computes with its earlier value.
     """
 
     owner: str
@@ -55,6 +56,7 @@ class Effect:
     constant: tuple[object] | None = None
     number: sympy.Basic | None = None
     value: Any = field(default=None, compare=False, repr=False)
+    computes: bool = True
 
     @property
     def name(self) -> str:
@@ -133,6 +135,8 @@ def record_effects() -> Iterator[list[Effect]]:
 def _record_effects(found: list[Effect], update: Callable[..., None], effects: SideEffects, *args: Any, **kwargs: Any) -> None:
     found[:] = list_effects(effects)  # a restarted capture begins with an empty list
     if (output := effects.output_graph_weakref()) is not None:
+        inputs = frozenset(get_source_name(each.meta["grapharg"].source) for each in _iterate_inputs(output.graph) if each.users)
+        found[:] = (replace(effect, computes=not inputs.isdisjoint(effect.names)) for effect in found)
         found.extend(_iterate_written(output.graph))
     update(effects, *args, **kwargs)
 
@@ -171,6 +175,8 @@ def check_effects(
         # A flag that is set and reset is no effect.
         and not (effect.constant is not None and _is_same(effect.constant[0], effect.read(local, scope)))
     ]
+    asked = [effect for effect in effects if _is_only_asked_for(effect, local, scope)]
+    effects = [effect for effect in effects if effect not in asked]
     changes = _find_changes(effects, run, local, scope) if effects else {}
     counted = [
         effect
@@ -178,8 +184,9 @@ def check_effects(
         if change == "always" and effect.is_read(guarded)
         if effect.is_number or type(effect.read(local, scope)) in (int, float)
     ]
+    unsettled = [effect for effect, change in changes.items() if change in ("once", "made") and effect.is_read(guarded)]
     for effect, change in sorted(changes.items(), key=lambda found: not found[0].is_read(guarded)):  # refusals before warnings
-        if change != "always" or (effect in counted and effect.number is not None):
+        if change in ("never", "once") or (effect in counted and effect.number is not None) or effect in unsettled:
             continue
         name = make_readable(effect.name, local, scope)
         if effect.is_read(guarded) and not isinstance(effect.value, RemovableHandleVariable):  # a hook is of its step alone
@@ -191,10 +198,27 @@ def check_effects(
             if effect in counted:
                 raise CountingError(message, frozenset().union(*(each.names & guarded for each in counted)))
             raise TraceError(message)
-        warn_caller(f"{name} is set by the step{effect.where}: a planned step does not set it, return it instead")
-    if unsettled := [effect for effect, change in changes.items() if change == "once" and effect.is_read(guarded)]:
+        _warn_of_set_value(effect, local, scope)
+    if unsettled:
         raise UnsettledError(", ".join(f"{make_readable(e.name, local, scope)}{e.where}" for e in unsettled), unsettled)
+    for effect in asked:
+        _warn_of_set_value(effect, local, scope)
     return tuple(counted)
+
+
+def _is_only_asked_for(effect: Effect, local: Scope, scope: Scope) -> bool:
+    """Return True if a tensor takes the place of one like it, and the step only asks what that is, such as whether it is None."""
+    before = None if effect.computes else effect.read(local, scope)
+    value = effect.value.realize() if hasattr(effect.value, "realize") else effect.value
+    if not isinstance(before, torch.Tensor) or value is None or not value.is_tensor():
+        return False
+    now = value.as_proxy().node.meta["example_value"]
+    return (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
+
+
+def _warn_of_set_value(effect: Effect, local: Scope, scope: Scope) -> None:
+    name = make_readable(effect.name, local, scope)
+    warn_caller(f"{name} is set by the step{effect.where}: a planned step does not set it, return it instead")
 
 
 def _check_written(effects: Iterable[Effect], local: Scope, scope: Scope) -> None:
@@ -252,12 +276,16 @@ def list_effects(effects: SideEffects) -> list[Effect]:
 
 def _iterate_written(graph: fx.Graph) -> Iterator[Effect]:
     """Yield the tensors that captured code writes in place, apart from the batch."""
-    for node in graph.find_nodes(op="placeholder"):
-        value, given = node.meta.get("example_value"), node.meta.get("grapharg")
-        if given is not None and isinstance(value, torch.Tensor) and value._version:
-            name = get_source_name(given.source)
+    for node in _iterate_inputs(graph):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value._version:
+            name = get_source_name(node.meta["grapharg"].source)
             if not name.startswith(("L['args']", "L['kwargs']")):
                 yield Effect(name, None, "", written=True)
+
+
+def _iterate_inputs(graph: fx.Graph) -> Iterator[fx.Node]:
+    return (node for node in graph.find_nodes(op="placeholder") if node.meta.get("grapharg") is not None)
 
 
 def _iterate_replaced(tensors: Any) -> Iterator[str]:
@@ -320,9 +348,11 @@ def preserve_values(effects: list[Effect], local: Scope, scope: Scope) -> Iterat
 
 
 def _change(first: object, second: object, third: object) -> _Change:
-    # What only the first step changes is a cache or a flag; what the second one changes is changed by all.
+    # What only the first step changes is a cache or a flag; what the second one changes is changed by all. If the first one makes
+    # a tensor, later ones may only ask whether it is there.
     if not _is_same(second, third):
-        return "always"
+        is_made = isinstance(second, torch.Tensor) and not isinstance(first, torch.Tensor)
+        return "made" if is_made and isinstance(third, torch.Tensor) else "always"
     return "never" if _is_same(first, second) else "once"
 
 

@@ -191,7 +191,8 @@ def _run_until_settled(step: TrainingStep, batch: Batch, trace: Callable[[], T])
     except (UnsettledError, TraceError) as error:
         failed = error
     try:
-        restore = make_first_call(step, batch)
+        made = [effect.attribute for effect in getattr(failed, "effects", ()) if effect.attribute is not None]
+        restore = make_first_call(step, batch, made)
     except Exception:  # noqa: BLE001  # the capture says what is wrong with the step
         restore = None
     if restore is None and isinstance(failed, TraceError) and not has_stopped_in_library(failed.__cause__ or failed):

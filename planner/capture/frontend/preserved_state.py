@@ -1,6 +1,6 @@
 """Context managers that restore everything a training step changes: tensors, gradients, random states, Python objects."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -68,11 +68,14 @@ def initialize_lazy_layers(step: nn.Module, batch: Batch) -> None:
         make_first_call(step, batch)
 
 
-def make_first_call(step: nn.Module, batch: Batch) -> Callable[[], None] | None:
+def make_first_call(step: nn.Module, batch: Batch, made: Collection[str] = ()) -> Callable[[], None] | None:
     """Call `step` without gradients, and keep what its first call sets: hooks, caches, lazy layers, values set from the data.
 
     What a second call changes too, such as counters and running statistics, is restored, and so are random states, unless the
     first call draws numbers that the second does not: those of parameters, which must not be drawn again.
+
+    Args:
+        made: attributes that are kept if each call sets them to a tensor, as the step may ask whether they are one.
 
     Returns:
         A function that restores what was kept, except lazy layers; None if nothing was, or if an iterator might advance.
@@ -101,7 +104,7 @@ def make_first_call(step: nn.Module, batch: Batch) -> Callable[[], None] | None:
             if not lazy:  # what initializes a layer cannot do so again
                 before.restore()
             raise
-        kept = before.keep_first_call(after_first)
+        kept = before.keep_first_call(after_first, made)
     undo = [(tensor, tensor.clone()) for tensor, value in settled if not has_same_values(tensor, value)]
     _write(settled)
     if drawn_once:

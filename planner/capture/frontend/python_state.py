@@ -54,8 +54,11 @@ class PythonState:
         for write, before in self._variables:
             write(before)
 
-    def keep_first_call(self, after_first: "PythonState") -> bool:
+    def keep_first_call(self, after_first: "PythonState", made: Collection[str] = ()) -> bool:
         """Restore what has changed since `after_first` too, and keep what has changed between the snapshots only.
+
+        Args:
+            made: attributes that stay tensors if both calls have set them to one.
 
         Returns:
             True if anything was kept.
@@ -66,7 +69,11 @@ class PythonState:
             first = after_first._contents.get(place, before)
             if isinstance(found, dict):
                 values = ((key, found.get(key, _ABSENT)) for key in {**before, **found})
-                wanted = {key: now if _is_one(now, first.get(key, _ABSENT)) else before.get(key, _ABSENT) for key, now in values}
+                stays = {key for key in made if all(isinstance(each.get(key), torch.Tensor) for each in (first, found))}
+                wanted = {
+                    key: now if key in stays or _is_one(now, first.get(key, _ABSENT)) else before.get(key, _ABSENT)
+                    for key, now in values
+                }
                 wanted = {key: value for key, value in wanted.items() if value is not _ABSENT}
             else:
                 wanted = _copy_content(found) if _has_same(found, first) else before

@@ -177,6 +177,32 @@ def test_what_the_first_batch_initializes_is_trained_as_in_eager_mode(name: str)
     assert torch.equal(found[2], wanted[2])
 
 
+class Remembering(nn.Module):
+    """Sets a tensor in each call, and asks whether an earlier one did, as Qwen2-VL does for its offsets of positions."""
+
+    def __init__(self, *, computes: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.offsets: torch.Tensor | None = None
+        self.computes = computes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before, self.offsets = self.offsets, torch.tensor([max((x[:, 0] > 9).long().tolist()) + 1.0])
+        hidden = self.layers(x) + self.offsets
+        if before is None:
+            return hidden
+        return hidden + before if self.computes else 1 * hidden
+
+
+@pytest.mark.filterwarnings("ignore:.*model.offsets is set by the:UserWarning")
+def test_a_tensor_that_each_step_sets_may_be_asked_for_and_not_computed_with() -> None:
+    check_trains_as_eager(Remembering, F.mse_loss, vectors)
+    model = Remembering(computes=True)
+    with pytest.raises(TraceError, match=r"^model.offsets changes at every step \(.*first_call.py:\d+\), and the step reads it"):
+        planner.compile(model, F.mse_loss, vectors(0), budget="100%", wait=0)
+    assert model.offsets is None
+
+
 def test_an_optimizer_over_lazy_layers_is_measured_after_their_first_call() -> None:
     model = nn.Sequential(nn.LazyLinear(64), nn.GELU(), nn.LazyLinear(16))
     optimizer = torch.optim.Adam(model.parameters())

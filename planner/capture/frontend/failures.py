@@ -25,9 +25,10 @@ from planner.capture.step import TrainingStep
 from planner.torch_private.capture import FOLLOWS_COPIES, TorchDynamoException
 from planner.torch_private.core import FakeTensor
 
+_RAGGED_SIZE = "is not tracked with proxy"
+
 # Patterns in the errors of Dynamo and AOTAutograd, and the messages that replace them: `{where}` is the line of the user's
 # code, `{on}` the advice for steps that are not one graph, other names are groups of the pattern. The first match counts.
-_RAGGED_SIZE = "is not tracked with proxy"
 _ANSWERS: dict[str, str] = {
     _RAGGED_SIZE: (
         "an op on a nested tensor computes with its ragged size, and no graph of this release of PyTorch holds that "
@@ -180,9 +181,9 @@ def build_failure_on_fakes(error: Exception) -> TraceError | None:
     return _build_trace_error(f"an op of the model fails on this batch: {found['kind']}: {said}, at {where}", error)
 
 
-def build_failure_in_backend(error: Exception) -> Exception:
-    """Return the error to raise where AOTAutograd cannot trace a graph of a model: `error` itself unless its cause is known."""
-    return _build_trace_error(_ANSWERS[_RAGGED_SIZE], error) if _RAGGED_SIZE in str(error) else error
+def build_failure_in_backend(error: Exception) -> TraceError | None:
+    """Return the error to raise where AOTAutograd cannot trace a graph of a model; None if its cause is not known."""
+    return _build_trace_error(_ANSWERS[_RAGGED_SIZE], error) if _RAGGED_SIZE in str(error) else None
 
 
 def _describe_failed_op(error: Exception, find_raised: Callable[[], Exception | None]) -> str | None:

@@ -130,7 +130,9 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
         try:
             compiled: Callable[..., Any] = compiler(module, inputs)
         except RuntimeError as error:
-            raise build_failure_in_backend(error) from error
+            if (failure := build_failure_in_backend(error)) is not None:
+                raise failure from error
+            raise
     private.forget_saved_values()
     compiled = private.refuse_double_backward(compiled, _DOUBLE_BACKWARD)
     if not planned:

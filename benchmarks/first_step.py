@@ -89,7 +89,7 @@ class Trained:
         return _judge(row.training_rss_bytes / (row.budget_bytes + row.interpreter_bytes) - 1, RSS_TOLERANCE, "{:+.1%}")
 
     @property
-    def of_predicted(self) -> str | None:
+    def prediction_verdict(self) -> str | None:
         """Time of both passes as a multiple of what the plan predicts."""
         measured_s, predicted_s = self.planned.passes_s, self.planned.predicted_s
         if measured_s is None or predicted_s is None:
@@ -97,7 +97,7 @@ class Trained:
         return _judge(measured_s / predicted_s, 1 + TIME_TOLERANCE, "{:.2f}", least=1 - TIME_TOLERANCE)
 
     @property
-    def of_checkpointing(self) -> str | None:
+    def checkpointing_verdict(self) -> str | None:
         """Time of a step as a multiple of that with checkpointing under the same cap."""
         planned_s, others_s = self.planned.step_s, self.checkpointing.step_s
         return None if planned_s is None or others_s is None else _judge(planned_s / others_s, 1.0, "{:.2f}")
@@ -203,8 +203,8 @@ _CHECKS = (
     Column("trained", lambda trained: "yes" if trained.planned.status == RAN else f"NO: {trained.planned.status}"),
     Column("bits equal", lambda trained: "yes" if trained.same_bits else "NO"),
     _column("RSS beyond budget and interpreter", "excess_rss"),
-    _column("measured / predicted", "of_predicted"),
-    _column("planned / checkpointed", "of_checkpointing"),
+    _column("measured / predicted", "prediction_verdict"),
+    _column("planned / checkpointed", "checkpointing_verdict"),
     _column("capture", "planned.capture_s"),
     _column("first step ends", "first_step"),
     Column("allowed", lambda trained: f"{_format_seconds(trained.allowed_first_step_s)} ({trained.planned.planning_steps})"),

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite, sqrt
 from statistics import median, quantiles
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphs.walks import walk
 from planner.capture.frontend.preserved_state import UndoWrites, has_same_values, preserve_training_state
 from planner.capture.signature import Batch, call, detach_batch, list_leaves, split_arguments
 from planner.measure.machine import describe_machine
@@ -245,19 +247,10 @@ def _find_ends(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
 
     Reentrant checkpoints (``use_reentrant=True``) do; they do not support ``autograd.grad``.
     """
-    reached: dict[int, torch.Tensor] = {}
-    nested = False
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nested = nested or node.name() == "CheckpointFunctionBackward"
-        if (end := getattr(node, "variable", None)) is not None:
-            reached[id(end)] = end
-        waiting += [following for following, _ in node.next_functions]
-    return list(reached.values()), nested
+    known = partial(filter, None)
+    nodes: list[Any] = [*walk(known([loss.grad_fn]), lambda node: known(following for following, _ in node.next_functions))]
+    reached = {id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}
+    return list(reached.values()), any(node.name() == "CheckpointFunctionBackward" for node in nodes)
 
 
 def get_loss(returned: Any) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from graphs.ir import Graph, Op
 from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
+from graphs.walks import walk
 
 
 def keep_everything_peak_bytes(graph: Graph) -> int:
@@ -24,8 +25,9 @@ def bound_any_order_peak_bytes(graph: Graph, op: Op, before: Sequence[Collection
         before: for each op, ops that must come before it; others follow from these.
         after: for each op, ops that must come after it; others follow from these.
     """
-    ancestors = _find_reached(op.id, before) | {other.id for other in graph.ops if other.phase.place < op.phase.place}
-    descendants = _find_reached(op.id, after) | {other.id for other in graph.ops if other.phase.place > op.phase.place}
+    earlier, later = ({o.id for o in graph.ops if sign * o.phase.place < sign * op.phase.place} for sign in (1, -1))
+    ancestors = earlier.union(walk(before[op.id], before.__getitem__))
+    descendants = later.union(walk(after[op.id], after.__getitem__))
     own = {*op.inputs, *op.outputs}
     live = (
         t.size_bytes
@@ -46,14 +48,3 @@ def find_peak(graph: Graph) -> tuple[int, Op]:
     executed = schedule.steps[judged.peak_step]
     assert isinstance(executed, Compute)  # a free adds nothing
     return judged.peak_bytes, graph.ops[executed.op]
-
-
-def _find_reached(op: int, edges: Sequence[Collection[int]]) -> set[int]:
-    """Return all ops that `edges` lead to from `op`."""
-    reached: set[int] = set()
-    waiting = [op]
-    while waiting:
-        new = [other for other in edges[waiting.pop()] if other not in reached]
-        reached.update(new)
-        waiting += new
-    return reached

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphs.walks import walk
 from planner.torch_private.capture import get_source_name
 from planner.torch_private.core import TorchDispatchMode, disable_current_modes
 
 _MOST_ELEMENTS = 2**20  # of each tensor on the way
+_LIST_INPUTS = operator.attrgetter("all_input_nodes")
 _WRITES = {operator.setitem, *(getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "and", "or", "xor"))}
 
 
@@ -54,34 +56,28 @@ def is_constant(node: fx.Node) -> bool:
 
 def is_of_batch(node: fx.Node) -> bool:
     """Return True if a tensor of flags or whole numbers depends on nothing but the batch, and the code."""
-    waiting, found = [node], {node}
-    while waiting:
-        each = waiting.pop()
+    reads_batch = False
+    for each in walk([node], _LIST_INPUTS):
         value, given = each.meta.get("example_value"), each.meta.get("grapharg")
         if not isinstance(value, torch.Tensor) or value.is_floating_point():
             return False
         name = get_source_name(given.source) if given is not None else ""
         if each.op == "placeholder" and not name.startswith(("L['args']", "L['kwargs']")):
             return False
-        new = set(each.all_input_nodes) - found
-        found |= new
-        waiting += new
-    return any(each.op == "placeholder" for each in found)
+        reads_batch |= each.op == "placeholder"
+    return reads_batch
 
 
 def _list_ancestors(node: fx.Node) -> list[fx.Node] | None:
     """Return `node` and what it is computed from, in the order of the graph; None if it depends on an input, or one is large."""
     found: set[fx.Node] = set()
-    new = [node]
-    while new:
-        each = new.pop()
+    for each in walk([node], _LIST_INPUTS):
         value = each.meta.get("example_value")
         if each.op not in ("call_function", "call_method") or not isinstance(value, torch.Tensor):
             return None
         if value.numel() > _MOST_ELEMENTS:
             return None
         found.add(each)
-        new += set(each.all_input_nodes).difference(found)
     return [each for each in node.graph.nodes if each in found]
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import fx, nn
 
 from graphs.errors import TraceError
+from graphs.walks import walk
 from planner.capture.frontend.constant_tensors import compute_constant
 from planner.capture.frontend.effects import Effect, list_effects
 from planner.capture.frontend.later_branches import find_try, get_known_name, record_test, record_try
@@ -263,12 +264,8 @@ class LaterValues:
         variable = variable.realize()
         if self.has_later(variable):
             return False
-        waiting = [variable.as_proxy().node] if isinstance(variable, private.SymNodeVariable) else []
-        while waiting:
-            if (node := waiting.pop()) in self._numbers:
-                return False
-            waiting += node.all_input_nodes
-        return True
+        nodes = [variable.as_proxy().node] if isinstance(variable, private.SymNodeVariable) else []
+        return self._numbers.keys().isdisjoint(walk(nodes, operator.attrgetter("all_input_nodes")))
 
     def has_later(self, variable: Any, *, tensors: bool = False) -> bool:
         """Return True if a variable is or contains a later value; or also, a tensor."""

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphs.errors import MismatchError, NumberMismatchError, TraceError
 from graphs.ir import Kind
+from graphs.walks import walk
 from planner.capture.frontend.source_lines import branch_refusal, find_traced_line, format_location
 from planner.capture.guards.concrete_values import compare_uniform, find_size_inputs, is_uniform
 from planner.capture.program.program import Program, Source
@@ -242,13 +243,7 @@ class GuardWriter:
 
 def _find_ancestors(node: fx.Node) -> set[fx.Node]:
     """Return `node` and all nodes that it is computed from; a comparison with a constant answer depends on none."""
-    found, waiting = {node}, [node]
-    while waiting:
-        for arg in [] if _get_constant_answer(each := waiting.pop()) is not None else each.all_input_nodes:
-            if arg not in found:
-                found.add(arg)
-                waiting.append(arg)
-    return found
+    return set(walk([node], lambda each: each.all_input_nodes if _get_constant_answer(each) is None else ()))
 
 
 def _get_constant_answer(node: fx.Node) -> bool | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from graphs.walks import walk
 from planner.torch_private.capture import find_backward_nodes, is_backward_node
 from planner.torch_private.core import (
     at_end_of_backward,
@@ -52,15 +53,13 @@ def _leave_out(
 
 def _skip_hooks_behind(node: Any) -> None:
     """Skip the hooks of the leaves behind `node`; planned graphs on the way do so themselves."""
-    seen, rest = set[Any](), [node]
-    while rest:
-        node = rest.pop()
-        if node in seen or is_backward_node(node):
-            continue
-        seen.add(node)
-        rest += [behind for behind, _ in node.next_functions if behind is not None]
-        if hasattr(node, "variable"):
-            _skip_hooks_of_leaf(node)
+    for leaf in walk([node], _list_behind):
+        if hasattr(leaf, "variable"):
+            _skip_hooks_of_leaf(leaf)
+
+
+def _list_behind(node: Any) -> list[Any]:
+    return [] if is_backward_node(node) else [behind for behind, _ in node.next_functions if behind is not None]
 
 
 def _skip_hooks_of_leaf(node: Any) -> None:

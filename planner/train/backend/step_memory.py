@@ -6,6 +6,7 @@ differential equations exceeded its budget by the bytes of its batch.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphs.ir import Graph
 from graphs.schedule import Schedule, count_kept_bytes
 from graphs.simulate import simulate
+from graphs.walks import walk
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.capture.rewrites.sparse_products import list_strided_parts
 from planner.torch_private.core import disable_current_modes
@@ -217,14 +219,8 @@ def shrink_left_out(runs: Sequence[PassStorages], excess_bytes: int) -> int:
 
 def _iterate_nodes_behind(nodes: Iterable[Any], outside: Collection[Any] = ()) -> Iterator[Any]:
     """Yield the autograd nodes behind `nodes`, and these, until one of `outside`."""
-    pending, seen = [node for node in nodes if node not in outside], {*nodes, *outside}
-    while pending:
-        node = pending.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
+    allowed = partial(filter, lambda node: node is not None and node not in outside)
+    return walk(allowed(nodes), lambda node: allowed(following for following, _ in node.next_functions))
 
 
 def _list_saved(node: Any) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ import torch
 from graphs.errors import EagerWarning, typed_line
 from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes, format_seconds
+from graphs.walks import walk
 from planner.capture.frontend.preserved_state import UndoWrites, preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.program.program import Call, Ref
@@ -182,13 +183,8 @@ def _find_first_differing_op(captured: Capture, step: TrainingStep, batch: Batch
     other = {op.id for op in graph.ops if op.outputs and op.id in made and not results.digests.intersection(made[op.id])}
     ends = {t for t in graph.kept if not other.isdisjoint(graph.tensors[t].producers)}
     ends |= {t for op in graph.ops if op.mutates for t in op.inputs}
-    found: set[int] = set()
-    waiting = [p for t in ends for p in graph.tensors[t].producers]
-    while waiting:
-        op = waiting.pop()
-        if op in other and op not in found:
-            found.add(op)
-            waiting += [p for t in graph.ops[op].inputs for p in graph.tensors[t].producers]
+    behind = {op: other.intersection(p for t in graph.ops[op].inputs for p in graph.tensors[t].producers) for op in other}
+    found = walk(other.intersection(p for t in ends for p in graph.tensors[t].producers), behind.__getitem__)
     first = min((op for op in found if graph.ops[op].target != "generator.get_state"), default=None)
     if first is None:
         return None

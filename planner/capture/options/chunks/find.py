@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
+from graphs.walks import walk
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.additions import Additions
 from planner.capture.options.chunks.body import Body, CombinedResult, InChunks, is_sliced
@@ -80,11 +81,7 @@ def _iterate_results(capture: Capture, stretch: Stretch) -> Iterator[CombinedRes
 def _find_needed(finder: StretchFinder, forward: Stretch, backward: Stretch) -> list[fx.Node]:
     """Return the ops of `forward` needed to recompute the long rows that `backward` reads, in order."""
     producer = {t: op for op in forward.ops for t in finder.graph.ops[op].outputs}
-    waiting = [t for t in finder.find_long(forward) if any(p in backward.ops for p in finder.graph.consumers[t])]
-    needed: set[int] = set()
-    while waiting:
-        op = producer.get(waiting.pop())
-        if op is not None and op not in needed:
-            needed.add(op)
-            waiting += finder.graph.ops[op].inputs
+    read = [t for t in finder.find_long(forward) if any(p in backward.ops for p in finder.graph.consumers[t])]
+    inputs = walk(read, lambda t: finder.graph.ops[producer[t]].inputs if t in producer else ())
+    needed = {producer[t] for t in inputs if t in producer}
     return [forward.ops[op] for op in sorted(needed)]

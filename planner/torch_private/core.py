@@ -5,7 +5,7 @@ Known weakness: a private function may keep its name and change what it does, wh
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from traceback import walk_tb
@@ -213,11 +213,9 @@ def keep_in_graphs(ops: Collection[OpOverload]) -> Iterator[None]:
         effectful.difference_update(added)
 
 
-@contextmanager
-def keep_random_ops_in_graphs() -> Iterator[None]:
+def keep_random_ops_in_graphs() -> AbstractContextManager[object]:
     """Keep random ops whose results are not used in captured graphs: without them, later ones would draw other numbers."""
-    with wrap(torch.fx.Node, "is_impure", _is_random_or_impure):
-        yield
+    return wrap(torch.fx.Node, "is_impure", _is_random_or_impure)
 
 
 def _is_random_or_impure(is_impure: Callable[..., bool], node: torch.fx.Node, *args: Any, **kwargs: Any) -> bool:
@@ -301,9 +299,7 @@ def silence_fakes() -> Iterator[None]:
         _ARE_LOGGED.reset(before)
 
 
-@contextmanager
-def allow_fake_conversions() -> Iterator[None]:
+def allow_fake_conversions() -> AbstractContextManager[object]:
     """Allow ``nn.Module.to`` and the like for fake parameters, which a fake mode has weak references to."""
     without_references = SimpleNamespace(getweakrefs=lambda _: [])
-    with patch.object(torch.utils, "weakref", without_references):  # swap_tensors looks for them there
-        yield
+    return patch.object(torch.utils, "weakref", without_references)  # swap_tensors looks for them there

@@ -380,8 +380,7 @@ def _refuse_other_names(copy: fx.Node, storages: set[int]) -> None:
             )
 
 
-@contextmanager
-def keep_attributes(module: nn.Module) -> Iterator[None]:
+def keep_attributes(module: nn.Module) -> AbstractContextManager[object]:
     """Keep the attributes of tensors of a captured `module` where AOTAutograd replaces the tensors.
 
     The captured code reads tensors from them, such as ``weight.quant_state.absmax`` of a quantized weight. A custom Function
@@ -389,8 +388,7 @@ def keep_attributes(module: nn.Module) -> Iterator[None]:
     """
     attributes = {name: vars(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers()) if vars(tensor)}
     copy = partial(_copy_attributes, module, attributes)
-    with wrap(private.DynamoBytecodeFlatten, "__call__", copy) if attributes else nullcontext():
-        yield
+    return wrap(private.DynamoBytecodeFlatten, "__call__", copy) if attributes else nullcontext()
 
 
 def _copy_attributes(module: nn.Module, attributes: Mapping[str, Mapping[str, Any]], flatten: Any, *given: object) -> object:
@@ -421,19 +419,15 @@ def _get_or_guard(get_attribute: Any, owner: Any, translator: Any, name: str) ->
         raise
 
 
-@contextmanager
-def read_optimizers() -> Iterator[None]:
+def read_optimizers() -> AbstractContextManager[object]:
     """Read the groups of an optimizer, such as its learning rate, as those of any object: its parameters are no inputs then."""
-    with patch.object(private.OptimizerVariable, private.GETATTR, getattr(private.UserDefinedObjectVariable, private.GETATTR)):
-        yield
+    return patch.object(private.OptimizerVariable, private.GETATTR, getattr(private.UserDefinedObjectVariable, private.GETATTR))
 
 
-@contextmanager
-def read_generic_aliases() -> Iterator[None]:
+def read_generic_aliases() -> AbstractContextManager[object]:
     """Read ``list[int]`` and the like where types are values, as in ``typing.cast(list[int], x)``; torch 2.13 does not."""
     name = "mp_subscript_impl"
-    with wrap(private.VariableTracker, name, _get_item) if hasattr(private.VariableTracker, name) else nullcontext():
-        yield
+    return wrap(private.VariableTracker, name, _get_item) if hasattr(private.VariableTracker, name) else nullcontext()
 
 
 def _get_item(refuse: Any, variable: Any, translator: Any, key: Any) -> Any:
@@ -444,23 +438,19 @@ def _get_item(refuse: Any, variable: Any, translator: Any, key: Any) -> Any:
     return private.VariableTracker.build(translator, kind[getattr(key, "value", None) or key.as_python_constant()])
 
 
-@contextmanager
-def read_numpy_floats() -> Iterator[None]:
+def read_numpy_floats() -> AbstractContextManager[object]:
     """Read an ``np.float64``, which is a Python float, as that: Dynamo makes an array of it, and its ops round differently."""
     wraps = private.VariableBuilder._type_dispatch()  # by types; Dynamo caches it
-    with patch.object(private.VariableBuilder, "_type_dispatch", lambda *_: {**wraps, np.float64: _wrap_float}):
-        yield
+    return patch.object(private.VariableBuilder, "_type_dispatch", lambda *_: {**wraps, np.float64: _wrap_float})
 
 
 def _wrap_float(builder: Any, value: np.float64) -> Any:
     return builder.wrap_literal(float(value))
 
 
-@contextmanager
-def ignore_cudnn_flags(device: torch.device) -> Iterator[None]:
+def ignore_cudnn_flags(device: torch.device) -> AbstractContextManager[object]:
     """Leave out ``with torch.backends.cudnn.flags(...)`` on the CPU, where it has no effect."""
-    with patch.object(torch.backends.cudnn, "flags", _ignore_flags) if device.type == "cpu" else nullcontext():
-        yield
+    return patch.object(torch.backends.cudnn, "flags", _ignore_flags) if device.type == "cpu" else nullcontext()
 
 
 def _ignore_flags(*_: object, **__: object) -> AbstractContextManager[None]:

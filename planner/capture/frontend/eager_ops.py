@@ -10,7 +10,7 @@ attempts that fail, each of them a capture.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -108,13 +108,11 @@ def _restore(op: OpOverload, kernels: dict[DispatchKey, Callable[..., Any]]) -> 
     op._dispatch_cache.clear()
 
 
-@contextmanager
-def _keep_layout_of_istft() -> Iterator[None]:
+def _keep_layout_of_istft() -> AbstractContextManager[object]:
     """Give the gradient of the input of ``istft`` eager PyTorch's layout, on which the rounding of sums over it depends."""
     kernels = aten.istft.default.py_kernels
     called = {key: partial(_call_with_copied_gradient, kernels[key]) for key in _AUTOGRAD_KEYS if key in kernels}
-    with register_python_kernels(aten.istft.default, called):
-        yield
+    return register_python_kernels(aten.istft.default, called)
 
 
 def _call_with_copied_gradient(decompose: Callable[..., torch.Tensor], spectrum: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -6,8 +6,8 @@ calls cuDNN's kernel under the same conditions as eager PyTorch, and returns its
 (ATen/native/cuda/Normalization.cu, ATen/native/cudnn/BatchNorm.cpp).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +62,9 @@ _OPS: dict[object, _BatchNorm] = {
 }
 
 
-@contextmanager
-def capture_batch_norms_as_eager() -> Iterator[None]:
+def capture_batch_norms_as_eager() -> AbstractContextManager[object]:
     """Capture cuDNN's kernel of batch norm where eager PyTorch runs it."""
-    with register_python_kernels(aten.cudnn_batch_norm.default, {DispatchKey.Autograd: call_cudnn_batch_norm}):
-        yield
+    return register_python_kernels(aten.cudnn_batch_norm.default, {DispatchKey.Autograd: call_cudnn_batch_norm})
 
 
 def call_cudnn_batch_norm(

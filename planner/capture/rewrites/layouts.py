@@ -8,8 +8,8 @@ Only ops that may round are given the layout; elementwise ops of one rounding (`
 weakness: the copy with gaps is made again for each reader, and costs time and memory beyond eager PyTorch's.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -72,11 +72,9 @@ _FILLING = {
 }
 
 
-@contextmanager
-def record_written_strides() -> Iterator[None]:
+def record_written_strides() -> AbstractContextManager[object]:
     """Record the strides of tensors that in-place ops write, at the nodes that are captured for these ops."""
-    with wrap(FunctionalTensorMode, "__torch_dispatch__", _dispatch_and_record):
-        yield
+    return wrap(FunctionalTensorMode, "__torch_dispatch__", _dispatch_and_record)
 
 
 def _dispatch_and_record(

@@ -9,7 +9,7 @@ refused by ``planner.compile`` and run between graphs under ``torch.compile(back
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import add, iadd, matmul
@@ -205,11 +205,9 @@ def _build_product(tx: private.InstructionTranslatorBase, matrix: Tensor, dense:
     return private.wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.planner.sparse_mm, arguments, {}))
 
 
-@contextmanager
-def hide_sparse_buffers(module: nn.Module) -> Iterator[None]:
+def hide_sparse_buffers(module: nn.Module) -> AbstractContextManager[object]:
     """Leave sparse buffers out of those of `module`: AOTAutograd would take them for inputs of the graph."""
-    with wrap(module, "named_buffers", _iterate_dense_buffers):
-        yield
+    return wrap(module, "named_buffers", _iterate_dense_buffers)
 
 
 def _iterate_dense_buffers(named_buffers: Callable[..., Any], *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:

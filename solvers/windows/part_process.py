@@ -12,8 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from types import TracebackType
-from typing import Self
 
 from graphs.ir import Graph
 from solvers.child_process import ChildProcess, connect_to_parent, describe_error
@@ -73,32 +71,18 @@ class SearchEnd:
     died: bool = False
 
 
-class PartProcess:
-    """The process of a search; leaving the ``with`` statement ends it."""
+class PartProcess(ChildProcess):
+    """The process of a search. After the task it is sent best times of the whole search, orders, and None at their end."""
 
     def __init__(self, task: PartTask) -> None:
-        """Start the process.
-
-        Raises:
-            OSError: it cannot be started.
-        """
-        self.process = ChildProcess(__name__)
+        """Start the process; raise OSError if it cannot be started."""
+        super().__init__(__name__)
         self.send(task)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.process.end()
-
-    def send(self, what: PartTask | float | Trial | Order | None) -> None:
-        """Send the task, the best time of the whole search, an order, or None at the end of the orders."""
-        self.process.send(what)
-
-    def receive(self, most: float) -> Trial | SearchEnd | None:
-        """Return the next schedule found, waiting up to `most` seconds, or a ``SearchEnd`` if the process has ended."""
+    def receive(self, most_s: float | None) -> Trial | SearchEnd | None:
+        """Return the next schedule found, waiting up to `most_s` seconds, or a ``SearchEnd`` if the process has ended."""
         try:
-            found: Trial | SearchEnd | None = self.process.receive(most)
+            found: Trial | SearchEnd | None = super().receive(most_s)
         except EOFError:
             return SearchEnd(died=True)
         return found

@@ -90,7 +90,7 @@ class BatchPlans:
             PlannerError: its memory cannot be measured, or the processes' batches differ; or as in ``planner.compile``.
         """
         key = self._find_larger(self._build_key(batch))
-        if not (self._wrapper.can_replan and self.steps.has(key)):  # else the processes agree when the step is called
+        if not (self._wrapper.can_replan and key in self.steps):  # else the processes agree when the step is called
             agree(self._wrapper.ranks, key, batch)
         step = self.steps.use(
             key, lambda: self._make_step(key, loss_fn, batch, optimizer, accumulate=accumulate, on_progress=on_progress)
@@ -115,9 +115,8 @@ class BatchPlans:
 
     def _find_larger(self, key: Key) -> Key:
         """Return the key of a step that runs smaller batches of this kind itself; `key` if it has a step, or there is none."""
-        steps = dict(self.steps.items())
-        larger = (other for other, step in steps.items() if other[0] == key[0] and step.takes(key[1], other[1]))
-        return key if key in steps else next(larger, key)
+        larger = (other for other, step in self.steps.items() if other[0] == key[0] and step.takes(key[1], other[1]))
+        return key if key in self.steps else next(larger, key)
 
     def _make_step(
         self,

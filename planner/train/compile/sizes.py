@@ -43,7 +43,7 @@ class SizePlans:
 
     def list_steps(self) -> "tuple[PlannedStep, ...]":
         """Return the cached steps, the most recently used last."""
-        return self._kept.values()
+        return tuple(self._kept.values())
 
     def add(self, batch: Batch, step: "PlannedStep") -> None:
         """Use `step` for batches of the shapes of `batch`."""
@@ -60,7 +60,7 @@ class SizePlans:
         Under ``fully_shard`` that is not known: eager PyTorch gathers units as its hooks say.
         """
         shapes = list_shapes(batch)
-        if not self._wrapper.together.is_alone or self._kept.has(self._build_key(batch)):
+        if not self._wrapper.together.is_alone or self._build_key(batch) in self._kept:
             return False
         if shapes not in self._fits:
             self._fits[shapes] = check()
@@ -69,7 +69,7 @@ class SizePlans:
     def step(self, batch: Batch) -> "PlannedStep":
         """Return the step for `batch`; plan first if it has new sizes, which must be those of all processes."""
         key = self._build_key(batch)
-        if not self._kept.has(key):  # else the processes agree when it is called
+        if key not in self._kept:  # else the processes agree when it is called
             agree(self._wrapper.together, key, batch)
         return self._kept.use(key, lambda: self._make_step(detach_batch(batch)))
 

@@ -432,7 +432,7 @@ def test_process_ends_with_its_parent(started: list["subprocess.Popen[bytes]"]) 
     assert started[0].returncode == -9
     process = PartProcess(task_of(SEEDS[0], _until_stopped))
     assert process.receive(0.5) is None
-    process.process.connection.close()  # as if whoever has started it had been killed
+    process.connection.close()  # as if whoever has started it had been killed
     assert started[1].wait(60.0) == 0
 
 
@@ -455,7 +455,7 @@ def test_processes_started_by_a_process_end_with_it(may: bool, tmp_path: Path) -
 def _start_another(search: Search, _: Inbox, *, file: Path) -> None:
     other = start_process(search, search.problem.whole, _until_stopped, params=search.params)
     part_of = file.with_suffix(".part")
-    part_of.write_text(str(other.process.process.pid if other is not None else 0))
+    part_of.write_text(str(other.process.pid if other is not None else 0))
     part_of.rename(file)
     _until_stopped(search, _)
 

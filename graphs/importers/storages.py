@@ -20,7 +20,6 @@ class Storage:
     Attributes:
         id: position in ``ExecutionRecord.storages``.
         name: name of the tensor it was made for.
-        size_bytes: its size.
         producer: index of the op that made it, None for a constant from before the first op.
         last_touch: index of the last op so far that made or read it.
         permanent: True if it stays in memory until the end, even if it is released.

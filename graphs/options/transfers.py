@@ -19,7 +19,6 @@ class Transfer:
 
     Attributes:
         op: its id.
-        stream: the channel.
         time_s: seconds of the channel: by its rate and latency, or measured.
         sources: the tensors that it reads, without static ones, which are always there.
         targets: the tensors that it makes; they come together.

@@ -23,9 +23,7 @@ class IsolatedOp:
     """The calls of one op.
 
     Attributes:
-        op: the op.
         reads: ids of the arguments of the function, in order.
-        calls: its calls.
         identity: equal for ops with the same calls, with tensors numbered in order of appearance.
         is_shared: True if the identity has the same meaning in other captures.
     """

@@ -89,8 +89,6 @@ class MeasuredOp:
     """One of the distinct ops of a step, as a function to execute alone.
 
     Attributes:
-        call: the op.
-        run: its function.
         inputs: for each tensor that it reads, by id, a real tensor, the layout of a synthetic one, or the op that computes it.
         rise_bytes: the rise of memory while it runs, measured as the rest.
         time_s, host_s, outputs, repeats, requests: as in ``OpCost``.

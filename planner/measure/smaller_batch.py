@@ -52,7 +52,6 @@ def bound_graph(graph: Graph, program: Program, static: Sequence[torch.Tensor | 
     """Return the program of a captured step with sizes that suffice for a smaller batch; workspaces stay, nothing is executed.
 
     Args:
-        graph, program: the step.
         static: the static tensors, in the order of the program's sources, with the inputs of the smaller batch; None for the
             gradient of the loss.
     """
@@ -84,7 +83,6 @@ class _Sizes:
     """The sizes of the tensors of a step.
 
     Attributes:
-        graph, program: the step.
         found: bytes by tensor, where they are less than captured.
         forms: by tensor, all that it may be.
         rows: those of the batch that was captured, and of the smaller one.

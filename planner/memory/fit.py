@@ -84,7 +84,6 @@ def fit(
     Args:
         found: the plan to begin with.
         solve: a plan for a budget of allocated bytes; it raises BudgetError if there is none.
-        measure: what a plan takes.
         bracket: the budget of the measure, and the least of allocated bytes.
         allocated: the allocated bytes of a plan, or those that it was solved for.
         tries: the most solves.

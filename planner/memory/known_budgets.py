@@ -35,7 +35,6 @@ class OptionBudget:
     """The least budget with one more option.
 
     Attributes:
-        name: of the option.
         found_bytes: bytes that a schedule needs of the memory that the budget counts.
         host_bytes: bytes that it needs on the host; 0 for options of the device alone.
     """
@@ -60,7 +59,6 @@ class KnownBudgets:
         traced: the graph with all options that it was traced with.
         request: of the solve, on the graph with the options of `settings`.
         memory: kind of memory that the budget counts.
-        settings: of the solve.
         must_stop: polled; once it returns True, all ends.
     """
 

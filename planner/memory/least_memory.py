@@ -26,7 +26,6 @@ def solve_least_memory(run: Solver, request: Request, max_overhead: float) -> Re
     its budget is decided. The result is as reproducible as the solves are.
 
     Args:
-        run: the solver.
         request: what is solved at each budget, with the clock of the whole search. Its own budget is not used; once it is
             stopped, the least budget so far is the answer.
         max_overhead: 0 or more, as a fraction of the step that keeps everything.

@@ -85,7 +85,6 @@ def lower_pass(parameters: Sequence[Parameter], nodes: Iterable[fx.Node], accept
     """Return the flat program of a pass.
 
     Args:
-        parameters: the parameters of the pass.
         nodes: nodes of its graph.
         accepts: returns True if an instruction can call its operator.
     """

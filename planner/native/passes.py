@@ -54,11 +54,7 @@ class SwitchedPass:
 
 
 class NativePass:
-    """A pass in C++.
-
-    Attributes:
-        called_in_python: what it calls as in Python.
-    """
+    """A pass in C++."""
 
     def __init__(self, each: Pass, program: FlatProgram, library: Library) -> None:
         """Initialize with the pass in Python, and as a flat program."""

@@ -322,8 +322,6 @@ class _Run:
     """The two passes of a code in a step.
 
     Attributes:
-        step: the step.
-        key: key of the code.
         number: number of its runs in this step before.
         done: True once its backward pass has begun.
     """
@@ -340,7 +338,6 @@ class _Started:
 
     Attributes:
         planned: addresses for its requests.
-        slab: the slab.
         runs: number of runs by key.
     """
 

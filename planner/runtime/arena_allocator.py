@@ -23,7 +23,6 @@ class RecordedRequest:
     """One request for memory in a recorded step.
 
     Attributes:
-        size_bytes: its size.
         end: number of requests that came before it was freed; None if it was not.
         address: the address that it got.
     """
@@ -102,7 +101,6 @@ class Slab:
     """Memory that serves the requests of recorded steps; it is kept until neither this object nor a tensor needs it.
 
     Attributes:
-        size_bytes: its size.
         address: address of its first byte.
     """
 

@@ -30,9 +30,7 @@ class PlannedMemory:
     """The predicted memory of a planned step.
 
     Attributes:
-        graph: the planned graph.
         lines: lines of the code that runs.
-        calls: the calls of each op.
         place: returns the device of a pool, by name.
         missing_bytes: returns the static bytes that are not allocated yet, such as the optimizer's state before its first step.
         afterwards: sentence of the error on the state of the model.

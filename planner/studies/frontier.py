@@ -215,7 +215,6 @@ class Turns:
 
     Attributes:
         known: results on the graph.
-        clock: limit of all turns.
         jobs: number of parallel turns.
         waiting: the budgets of the present round that have had no turn in it.
         seconds: time for which each budget was solved.

@@ -94,7 +94,6 @@ def start_process(
     """Search `graph`, the whole or a part, in another process up to the limit; return None if that is not allowed or fails.
 
     Args:
-        search: of the whole.
         run, params, nice, starts_others: as in ``PartTask``.
     """
     if search.clock.counts_work or not search.may_start_processes:
@@ -130,7 +129,6 @@ def search_of_part(
     """Return a search of `graph`, a part, for the calling thread; it stops when it cannot improve the whole.
 
     Args:
-        clock: of the part.
         on_poll: gets its best schedule at each poll; True stops it.
         described: the part, in reports of progress.
     """

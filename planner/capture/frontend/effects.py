@@ -101,11 +101,7 @@ class Scratch:
 
 
 class UnsettledError(Exception):
-    """Raised if the step reads values that its first call sets: the step is then captured as of its second call.
-
-    Attributes:
-        effects: the values that are set.
-    """
+    """Raised if the step reads values that its first call sets: the step is then captured as of its second call."""
 
     def __init__(self, names: str, effects: list[Effect]) -> None:
         super().__init__(names)

@@ -65,7 +65,6 @@ class _Function:
     """A function of the user's that a statement calls.
 
     Attributes:
-        body: its statements.
         scope: its global names.
         names: its parameters and local names, with the expression that each stands for, and the function that this is of (None
             for the step itself); None if it is not known.
@@ -114,8 +113,6 @@ class RecordingBranch:
     """An ``if`` or ``try`` statement, or ``a.b = c if d else e``, of a frame that is captured.
 
     Attributes:
-        translator: of the frame.
-        statement: the statement.
         changed: sources of what it sets or changes.
         cells: the variables of names of enclosing functions that it sets.
         reading: the functions that are read at present.

@@ -45,7 +45,6 @@ class LaterCall:
     """A call that is made after the forward pass.
 
     Attributes:
-        function: what is called.
         args, kwargs: nested arguments, with stand-ins for tensors, for results of earlier calls, and for objects.
     """
 

@@ -76,7 +76,6 @@ class LaterVariable(private.VariableTracker):
     """A value that is known after the step, while code is captured.
 
     Attributes:
-        values: the later values of the capture.
         index: the position of the call that returns it.
         origins: the names and the instructions that it comes from.
         example: a value of its type; ``_UNKNOWN`` if none is known.

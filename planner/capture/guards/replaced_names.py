@@ -41,7 +41,6 @@ class TableNames:
     Attributes:
         owner: name of the module or class, for messages.
         table: the table itself.
-        keys: the names.
         values: their values when the step was captured; ``ABSENT`` for missing ones.
     """
 

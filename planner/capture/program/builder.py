@@ -30,7 +30,6 @@ class Pass:
 
     Attributes:
         module: the module with the code of the pass.
-        parameters: its parameters.
         run: function of them.
         guard: makes the context that it runs in; None for none.
         read: the variables of parameters that any node reads.

@@ -33,7 +33,6 @@ class Parameter:
     """A parameter of a pass.
 
     Attributes:
-        name: name of the parameter.
         unpacked: placeholders of its items if it is a list; None if it is a placeholder itself.
         emptied: True if the list is emptied first.
     """

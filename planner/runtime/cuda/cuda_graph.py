@@ -21,11 +21,7 @@ _DEFAULT_POOL = (0, 0)
 
 
 class CudaGraphs:
-    """A recorder of functions as CUDA graphs that share a memory pool, to be replayed in the order of recording.
-
-    Args:
-        device: the device.
-    """
+    """A recorder of functions as CUDA graphs that share a memory pool, to be replayed in the order of recording."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()

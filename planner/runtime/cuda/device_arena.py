@@ -59,7 +59,6 @@ class SharedPool:
     """The pool of all plans of a model, of which one runs at a time. Its slab is that of the largest of them.
 
     Attributes:
-        device: its device.
         pool: the pool; None where there is none at present.
         slab_bytes, slab_address: size and first address of its slab.
         stream: the stream that its memory is for.

@@ -25,7 +25,6 @@ class HostChannels:
     """The host memory of one device, and the channels to it and back. Several executors may share them.
 
     Attributes:
-        memory: the host memory.
         by_stream: the two channels, by stream of a graph.
     """
 

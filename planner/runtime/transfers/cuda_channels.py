@@ -22,7 +22,6 @@ class StreamChannel:
     """A channel with a stream. Copies start after the work already issued on the current stream of either end.
 
     Attributes:
-        stream: the stream.
         part: the CUDA graph that copies are captured in, or what is launched outside.
     """
 

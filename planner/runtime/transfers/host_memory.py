@@ -209,11 +209,7 @@ class HostBytes:
 
 
 class HostTensor:
-    """A tensor on the host. Its buffer is returned when it dies.
-
-    Attributes:
-        bytes: its bytes.
-    """
+    """A tensor on the host. Its buffer is returned when it dies."""
 
     __slots__ = ("_buffer", "_memory", "bytes")
 

@@ -30,7 +30,6 @@ class ThreadedCall:
     """A function that is called in another thread.
 
     Attributes:
-        thread: its thread.
         ended: set when the function has returned or raised.
         value: its return value.
         error: the exception that it raised.

@@ -35,7 +35,6 @@ class JointPlanning:
         whole_bytes: the budget.
         leaving: returns a schedule of a graph that leaves part of a budget free between the passes, given such a schedule and
             the graph's host memory.
-        host_bytes: host memory for all graphs.
         limit_s: time limit for each graph.
     """
 

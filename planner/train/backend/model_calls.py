@@ -26,7 +26,6 @@ class ModelCall:
     """A call of a model.
 
     Attributes:
-        model: the model.
         outside: the nodes of autograd that made its inputs.
         budget: of its planned graphs; None until one has run.
         trains: a graph was captured in it that a backward pass may follow.

@@ -51,7 +51,6 @@ class Passes:
     """The forward and the backward pass of one plan.
 
     Attributes:
-        forward, backward: the passes.
         lines: lines of their code.
         changed_inputs: the tensors that are written between them.
     """

@@ -155,7 +155,6 @@ class SharedBudget:
         """Plan a graph that was just reached.
 
         Args:
-            inputs: its inputs.
             model: parameters and buffers that it and other graphs may read.
             more: another graph follows in the same step.
 

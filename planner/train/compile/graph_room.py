@@ -27,7 +27,6 @@ class GraphBudget:
     """A budget of a step that is replayed as CUDA graphs.
 
     Attributes:
-        budget_bytes: the budget.
         memory: kind of memory that the budget counts.
         eager_bytes: bytes of that memory that plain eager PyTorch needs.
         beside_bytes: part of the budget for memory besides static memory and the graphs' pool; the same for every schedule.

@@ -59,7 +59,6 @@ class Gather:
     """The gather of parameters, called with this process's shards of them.
 
     Attributes:
-        packed: the parameters.
         group: the processes that have a part each.
     """
 

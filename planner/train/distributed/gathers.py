@@ -99,9 +99,6 @@ class _PlacedUnit:
 def add_units(captured: Capture, units: Iterable[ShardedUnit], measure: Callable[[Collective], CollectiveCost]) -> Capture:
     """Return `captured`, a step on whole parameters, with the collectives of `units`.
 
-    Args:
-        measure: returns the cost of a collective.
-
     Raises:
         TraceError: the step returns a parameter, or a unit cannot be reduced.
     """

@@ -79,7 +79,6 @@ class ShardedUnit:
         name: path of its module in the model.
         modules: the paths of each of its modules.
         world: number of processes that hold a part each.
-        parameters: the parameters.
     """
 
     def __init__(self, group: Any, name: str, modules: Sequence[Sequence[str]], names: Mapping[int, str]) -> None:

@@ -69,11 +69,7 @@ class DenseLayout:
 
 @dataclass(frozen=True, slots=True)
 class _InSlices(ABC):
-    """A function of a tensor, slice by slice (``Repeated``).
-
-    Attributes:
-        layout: layout of the tensor.
-    """
+    """A function of a tensor, slice by slice (``Repeated``)."""
 
     layout: DenseLayout
 

@@ -98,11 +98,7 @@ Bundle = tuple[Alternative, ...]  # alternatives that are useful only together, 
 
 
 class Calls:
-    """The ops of a captured step, by id and by value.
-
-    Attributes:
-        capture: the step.
-    """
+    """The ops of a captured step, by id and by value."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
@@ -136,8 +132,6 @@ class ReplaceableOp:
 
     Attributes:
         node: the captured node.
-        graph_op: the op of the graph.
-        results: its results that are tensors of the program.
         calls: all ops.
     """
 

@@ -20,6 +20,7 @@ from torch.distributions import Distribution
 
 from graphs.errors import TraceError
 from graphs.short_tracebacks import warn_caller
+from planner.capture.frontend.replaced_calls import ignore_context
 from planner.capture.frontend.source_lines import find_current_line, find_traced_line, format_location
 from planner.capture.guards.names import make_readable
 from planner.capture.rewrites.outputs import get_storage, is_same_layout, list_tensors
@@ -441,20 +442,13 @@ def _get_item(refuse: Any, variable: Any, translator: Any, key: Any) -> Any:
 def read_numpy_floats() -> AbstractContextManager[object]:
     """Read an ``np.float64``, which is a Python float, as that: Dynamo makes an array of it, and its ops round differently."""
     wraps = private.VariableBuilder._type_dispatch()  # by types; Dynamo caches it
-    return patch.object(private.VariableBuilder, "_type_dispatch", lambda *_: {**wraps, np.float64: _wrap_float})
-
-
-def _wrap_float(builder: Any, value: np.float64) -> Any:
-    return builder.wrap_literal(float(value))
+    wrap_float: dict[type, Any] = {np.float64: lambda builder, value: builder.wrap_literal(float(value))}
+    return patch.object(private.VariableBuilder, "_type_dispatch", lambda *_: wraps | wrap_float)
 
 
 def ignore_cudnn_flags(device: torch.device) -> AbstractContextManager[object]:
     """Leave out ``with torch.backends.cudnn.flags(...)`` on the CPU, where it has no effect."""
-    return patch.object(torch.backends.cudnn, "flags", _ignore_flags) if device.type == "cpu" else nullcontext()
-
-
-def _ignore_flags(*_: object, **__: object) -> AbstractContextManager[None]:
-    return nullcontext()
+    return patch.object(torch.backends.cudnn, "flags", ignore_context) if device.type == "cpu" else nullcontext()
 
 
 @contextmanager

@@ -91,21 +91,12 @@ class LaterVariable(private.VariableTracker):
         """Return the type of the value, as far as it is known."""
         return object if self.example is _UNKNOWN else type(self.example)
 
-    def as_proxy(self) -> Any:
-        """Raise an error: an op takes the value."""
+    def _need(self, *_: object) -> Any:
+        """Raise an error: an op, a branch, a container or a loop takes the value."""
         self.values.need(self)
 
-    def bool_impl(self, tx: Any) -> Any:
-        """Raise an error: a branch depends on the value."""
-        self.values.need(self)
-
-    def is_python_equal(self, other: object) -> bool:
-        """Raise an error: a container looks for the value."""
-        return bool(self.values.need(self))
-
-    def unpack_var_sequence(self, tx: Any) -> Any:
-        """Raise an error: the step iterates over the value."""
-        self.values.need(self)
+    # In torch 2.14 some methods have other names: nb_ and tp_ below.
+    as_proxy = bool_impl = nb_bool_impl = is_python_equal = unpack_var_sequence = _need  # type: ignore[assignment]
 
     def reconstruct(self, codegen: Any) -> None:
         """Return None in the place of the value: what the code returns is not used."""
@@ -117,7 +108,7 @@ class LaterVariable(private.VariableTracker):
             return private.GetAttrVariable(self, name)
         return self.values.record(tx, getattr, [self, private.ConstantVariable.create(name)])
 
-    nb_bool_impl, tp_getattro_impl = bool_impl, var_getattr  # as torch 2.14 calls them
+    tp_getattro_impl = var_getattr
 
     def mp_ass_subscript_impl(self, tx: Any, key: Any, value: Any) -> Any:
         """Record that an item is set, or deleted: before torch 2.14 these are calls of functions."""
@@ -698,13 +689,12 @@ def skip_metrics(step: nn.Module) -> Iterator[None]:
     numbers = count(1)
     with ExitStack() as stack:
         stack.enter_context(patch.object(Collector, "take_later", lambda *_, **__: None))
-        for name, kind in (("item", _get_number_type), ("__float__", lambda _: float), ("__int__", lambda _: int)):
-            stack.enter_context(patch.object(torch.Tensor, name, lambda tensor, kind=kind: kind(tensor)(next(numbers))))
+        stack.enter_context(
+            patch.object(torch.Tensor, "item", lambda t: (int, float)[t.is_floating_point()](next(numbers)))
+        )
+        for kind in (float, int):
+            stack.enter_context(patch.object(torch.Tensor, f"__{kind.__name__}__", lambda _, kind=kind: kind(next(numbers))))
         for metric in filter(is_metric, step.modules()):
             for name in ("update", "forward"):
                 stack.enter_context(patch.object(metric, name, lambda *_, **__: torch.zeros(())))
         yield
-
-
-def _get_number_type(tensor: torch.Tensor) -> type[float | int]:
-    return float if tensor.is_floating_point() else int

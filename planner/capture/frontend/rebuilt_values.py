@@ -3,6 +3,7 @@
 import dis
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -24,59 +25,46 @@ def build_finder(output: Any, variable: Any) -> Find:
             parts, code = vars(held), held.get_code()
             cells = [] if parts["closure"] is None else parts["closure"].items
             made = {name for name, cell in zip(code.co_freevars, cells, strict=True) if cell.source is None}
-            if made.isdisjoint(_list_written(code)):
+            if made.isdisjoint(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_DEREF"):
                 defaults = [] if parts["defaults"] is None else parts["defaults"].items
-                function = partial(FunctionType, code, held.f_globals, code.co_name)
-                return partial(_make_function, function, [*map(build, defaults)], [_find_cell(output, cell) for cell in cells])
+                given = [*map(build, defaults), *(_find_cell(output, cell) for cell in cells)]
+                return partial(_make, partial(_make_function, code, held.f_globals, len(defaults)), given)
         case private.FunctoolsPartialVariable():
-            names, given = [*held.keywords], [held.func, *held.args, *held.keywords.values()]
-            return partial(_make_partial, names, [*map(build, given)])
+            given = [*map(build, (held.func, *held.args, *held.keywords.values()))]
+            return partial(_make, partial(_make_partial, tuple(held.keywords)), given)
         case private.GetAttrVariable():
-            return partial(_get_attribute, build(held.obj), held.name)
+            return partial(_make, attrgetter(held.name), [build(held.obj)])
         case private.UserMethodVariable():
-            return partial(_bind, held.fn, build(held.obj))
+            return partial(_make, partial(MethodType, held.fn), [build(held.obj)])
         case private.UserFunctionVariable():
-            return partial(_return, held.fn)
+            return partial(_make, partial(_return, held.fn), [])
         case private.ConstantVariable():
-            return partial(_return, held.value)
+            return partial(_make, partial(_return, held.value), [])
         case private.UnspecializedNNModuleVariable() | private.UserDefinedObjectVariable() if held.source is not None:
-            return partial(_return, held.value)
+            return partial(_make, partial(_return, held.value), [])
     raise TraceError(f"what the step makes ({held.python_type().__name__})")
-
-
-def _list_written(code: CodeType) -> set[str]:
-    return {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_DEREF"}
 
 
 def _find_cell(output: Any, cell: Any) -> Find:
     """Return a function that returns a cell, made again if the step has made it."""
     if get_known_name(cell.source) is not None:
         return build_finder(output, cell)
-    return partial(_make_cell, build_finder(output, output.side_effects.load_cell(cell)))
+    return partial(_make, CellType, [build_finder(output, output.side_effects.load_cell(cell))])
 
 
-def _make_cell(find: Find, local: Scope, scope: Scope) -> CellType:
-    return CellType(find(local, scope))
+def _make(make: Callable[..., Any], parts: Sequence[Find], local: Scope, scope: Scope) -> Any:
+    """Return what `make` makes of the present values of `parts`."""
+    return make(*(find(local, scope) for find in parts))
 
 
-def _make_function(make: Any, defaults: Sequence[Find], cells: Sequence[Find], local: Scope, scope: Scope) -> FunctionType:
-    function: FunctionType = make(*(tuple(find(local, scope) for find in each) for each in (defaults, cells)))
-    return function
+def _make_function(code: CodeType, scope: dict[str, Any], defaults: int, *given: Any) -> FunctionType:
+    return FunctionType(code, scope, code.co_name, given[:defaults], given[defaults:])
 
 
-def _make_partial(names: Sequence[str], parts: Sequence[Find], local: Scope, scope: Scope) -> Any:
-    function, *given = (find(local, scope) for find in parts)
+def _make_partial(names: Sequence[str], function: Callable[..., Any], *given: Any) -> Any:
     first = len(given) - len(names)
     return partial(function, *given[:first], **dict(zip(names, given[first:], strict=True)))
 
 
-def _get_attribute(find: Find, name: str, local: Scope, scope: Scope) -> Any:
-    return getattr(find(local, scope), name)
-
-
-def _bind(function: Any, find: Find, local: Scope, scope: Scope) -> MethodType:
-    return MethodType(function, find(local, scope))
-
-
-def _return(value: object, _: Scope, __: Scope) -> object:
+def _return(value: object) -> object:
     return value

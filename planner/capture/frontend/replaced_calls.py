@@ -12,7 +12,8 @@ from planner.torch_private import capture as private
 from planner.torch_private.patches import wrap
 
 
-def _ignore_context(*_: object, **__: object) -> AbstractContextManager[None]:
+def ignore_context(*_: object, **__: object) -> AbstractContextManager[None]:
+    """Return a context that does nothing."""
     return nullcontext()
 
 
@@ -31,8 +32,8 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "torch.nn.modules.container.ModuleList.__iter__": _iterate,
     "torch.nn.modules.container.Sequential.__iter__": _iterate,
     # These say where eager PyTorch keeps what it saves for the backward pass, which a plan decides itself.
-    "torch.autograd.graph.save_on_cpu": _ignore_context,
-    "torch.utils.checkpoint.set_checkpoint_early_stop": _ignore_context,
+    "torch.autograd.graph.save_on_cpu": ignore_context,
+    "torch.utils.checkpoint.set_checkpoint_early_stop": ignore_context,
 }
 # Functions of the first argument that tell whether it is replaced.
 _CONDITIONS: dict[str, Callable[[Any], bool]] = {"torch.nn.modules.batchnorm._BatchNorm.forward": averages_all}

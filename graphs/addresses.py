@@ -76,11 +76,7 @@ class Offsets:
 
 
 def check_offsets(buffers: Sequence[Buffer], offsets: Sequence[int]) -> None:
-    """Raise unless `offsets` are addresses that `buffers` can have, in O(n log n) comparisons.
-
-    Raises:
-        AddressError: as for ``Offsets``.
-    """
+    """Raise an AddressError unless `offsets` are addresses that `buffers` can have, in O(n log n) comparisons."""
     if len(buffers) != len(offsets):
         raise AddressError(f"there are {len(offsets)} offsets for {len(buffers)} buffers")
     for buffer, offset in zip(buffers, offsets, strict=True):

@@ -19,11 +19,7 @@ _TOO_MUCH = 2**63  # bytes, or seconds
 
 
 def check_graph(graph: "Graph") -> None:
-    """Raise an error unless the parts of `graph` describe a training step.
-
-    Raises:
-        GraphError: names the part, its value, and what would be valid.
-    """
+    """Raise a GraphError, with the part and what would be valid, unless the parts of `graph` describe a training step."""
     _check_seconds("the graph", "time around its ops", graph.around_s)
     _check_pools(graph)
     _check_tensors(graph)
@@ -40,11 +36,7 @@ def check_graph(graph: "Graph") -> None:
 
 
 def check_sums(graph: "Graph") -> None:
-    """Raise an error if a sum overflows: solvers count bytes in 64 bits and seconds in floating point.
-
-    Raises:
-        GraphError: the sizes sum to 2^63 bytes or more, or the times to as many seconds.
-    """
+    """Raise a GraphError if a sum overflows: solvers count bytes in 64 bits and seconds in floating point."""
     total_bytes = sum(t.size_bytes for t in graph.tensors) + sum(op.workspace_bytes for op in graph.ops)
     if total_bytes >= _TOO_MUCH:
         raise GraphError(f"the sizes of its tensors and workspaces sum to {total_bytes} bytes: must be below 2^63")
@@ -54,11 +46,7 @@ def check_sums(graph: "Graph") -> None:
 
 
 def check_plain(graph: "Graph") -> None:
-    """Raise an error for graphs with options, which only the exact solver supports.
-
-    Raises:
-        GraphError: the graph has several pools or streams, or optional ops.
-    """
+    """Raise a GraphError for several pools or streams, or optional ops, which only the exact solver supports."""
     if graph.plain:
         return
     optional = len(graph.ops) - len(graph.program)

@@ -193,11 +193,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def refuse_unknown_options(given: Iterable[str], known: Iterable[str], owner: str) -> None:
-    """Raise unless `owner` has all `given` options; the message says which was probably meant.
-
-    Raises:
-        UsageError: one is not among the `known` ones.
-    """
+    """Raise a UsageError unless all `given` options are `known` to `owner`; it says which was probably meant."""
     names = sorted(known)
     for name in sorted(set(given).difference(names)):
         close = get_close_matches(name, names, n=1)

@@ -353,11 +353,7 @@ class Graph:
 
 
 def check_is_graph(value: object) -> None:
-    """Raise an error unless `value` is a graph.
-
-    Raises:
-        UsageError: it is something else, as the name of a file.
-    """
+    """Raise a UsageError unless `value` is a graph."""
     if not isinstance(value, Graph):
         raise UsageError(
             f"the graph is {quote(value)}: must be one that planner.trace returns, or graphs.io.formats.read_graph reads "

@@ -175,11 +175,7 @@ def check_solver(name: str) -> Entry:
 
 
 def check_params(name: str, params: object) -> None:
-    """Raise unless `params` is None, for the defaults, or of the class of the solver's parameters.
-
-    Raises:
-        UsageError: it is of another class, or the solver has no parameters.
-    """
+    """Raise a UsageError unless `params` is None, for the defaults, or of the class of the solver's parameters."""
     entry = check_solver(name)
     if params is None:
         return
@@ -191,15 +187,12 @@ def check_params(name: str, params: object) -> None:
 
 
 def check_takes(name: str, *, transfers: bool, devices: bool, named: str) -> None:
-    """Raise an error if the solver `name` does not support some options of a graph.
+    """Raise a PlannerError if the solver `name` does not support some options of a graph.
 
     Args:
         transfers: True if one of them offloads to the host.
         devices: True if one of them runs ops on other devices.
         named: all of them, for the message.
-
-    Raises:
-        PlannerError: the solver accepts no graph with these options.
     """
     entry = check_solver(name)
     if devices != entry.devices and (devices or entry.only_devices):

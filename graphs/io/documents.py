@@ -51,11 +51,7 @@ def convert_document(value: object, kind: type[Document], source: str, *, path: 
 
 
 def check_header(data: Mapping[str, object], expected: str, source: str) -> None:
-    """Raise an error unless `data` has the expected format in a supported version.
-
-    Raises:
-        FormatError: another format or version; names the command that writes such files.
-    """
+    """Raise a FormatError, with the command that writes such files, unless `data` has this format in a supported version."""
     what, found, version = expected.removeprefix("remat-planner "), data.get("format"), data.get("version")
     if "format" not in data:
         raise FormatError(f'{source}: not a {what}: it has no field "format" (files of {_WRITER[expected]} have)')

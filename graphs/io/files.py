@@ -87,11 +87,7 @@ def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str], 
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
-    """Raise an error, before work is spent, if files cannot be written in `folder`, which may have to be created.
-
-    Raises:
-        OutputError: it is no folder, cannot be created, or is not writable.
-    """
+    """Raise an OutputError, before work is spent, if files cannot be written in `folder`, which may have to be created."""
     place = Path(folder).absolute()
     try:
         while not os.path.lexists(place):

@@ -303,11 +303,7 @@ def add_how_to_trace(parser: Parser) -> None:
 
 
 def refuse_how_to_trace(arguments: argparse.Namespace, graph: str) -> None:
-    """Raise an error if an option of ``add_how_to_trace`` is given for a graph, which was traced already.
-
-    Raises:
-        UsageError: one is.
-    """
+    """Raise a UsageError if an option of ``add_how_to_trace`` is given for a graph, which was traced already."""
     given = [f"--{name}" for name, default in _HOW_TO_TRACE.items() if getattr(arguments, name) != default]
     if given:
         raise UsageError(

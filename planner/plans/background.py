@@ -65,11 +65,7 @@ class BackgroundSolve:
     """
 
     def __init__(self, job: SolveJob) -> None:
-        """Start the process.
-
-        Raises:
-            OSError: no process can be started.
-        """
+        """Start the process; raise OSError if none can be started."""
         self.ended: Ended | None = None
         self._process, self._news = ChildProcess(__name__), SimpleQueue[Plan | Ended]()
         _lower_priority(self._process.process.pid)  # before it has imported anything

@@ -34,11 +34,7 @@ def summarize(graph: Graph) -> GraphSummary:
 
 
 def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
-    """Raise if a plan is for another graph.
-
-    Raises:
-        MismatchError: the fingerprints differ; with other differences.
-    """
+    """Raise a MismatchError, with what differs, if a plan is for another graph."""
     if planned.fingerprint == found.fingerprint:
         return
     described = ("model", "inputs", "parameters", "parameter_dtype", "device", "torch")

@@ -101,11 +101,7 @@ def find_conflict(asked: Collection[str]) -> Incompatibility | None:
 
 
 def check_compatible(asked: Collection[str]) -> None:
-    """Raise if two requested things exclude each other; `asked` as in ``find_conflict``.
-
-    Raises:
-        UsageError: two exclude each other; with the reason and advice.
-    """
+    """Raise a UsageError, with reason and advice, if two of `asked` exclude each other, as in ``find_conflict``."""
     if (found := find_conflict(asked)) is not None:
         raise UsageError(str(found))
 

@@ -110,11 +110,7 @@ class OptionSettings:
         return {**asdict(self), "host_bytes": host, "host_budget": None}
 
     def check_solver(self, solver: str) -> None:
-        """Raise unless `solver` accepts graphs with these options.
-
-        Raises:
-            PlannerError: it does not, or there is no such solver.
-        """
+        """Raise a PlannerError unless `solver` accepts graphs with these options."""
         if self.names:
             check_takes(solver, transfers=self.offloads, devices=self.places, named=self.named)
 

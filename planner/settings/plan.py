@@ -38,11 +38,7 @@ _GAP, _SECONDS = 0.01, 3.0  # the default quality to wait for, whichever is reac
 
 
 def check_positive(what: str, value: object, unit: str) -> None:
-    """Raise an error unless `value` is a finite number above 0.
-
-    Raises:
-        UsageError: it is not; the message has `what` it is for, and the `unit`.
-    """
+    """Raise a UsageError unless `value`, which is for `what` and in this `unit`, is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise UsageError(f"{what} is {value!r}: must be {unit}, above 0")
 
@@ -89,11 +85,7 @@ class Wait:
 
 
 def check_flags(*others: object, **flags: object) -> None:
-    """Raise unless each of `flags` is True or False, or one of `others`: any text would count as True.
-
-    Raises:
-        UsageError: one is neither.
-    """
+    """Raise a UsageError unless each of `flags` is True or False, or one of `others`: any text would count as True."""
     for name, value in flags.items():
         if not isinstance(value, bool) and value not in others:
             allowed = ", ".join(map(repr, (True, False, *others)))

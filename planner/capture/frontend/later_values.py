@@ -689,9 +689,7 @@ def skip_metrics(step: nn.Module) -> Iterator[None]:
     numbers = count(1)
     with ExitStack() as stack:
         stack.enter_context(patch.object(Collector, "take_later", lambda *_, **__: None))
-        stack.enter_context(
-            patch.object(torch.Tensor, "item", lambda t: (int, float)[t.is_floating_point()](next(numbers)))
-        )
+        stack.enter_context(patch.object(torch.Tensor, "item", lambda t: (int, float)[t.is_floating_point()](next(numbers))))
         for kind in (float, int):
             stack.enter_context(patch.object(torch.Tensor, f"__{kind.__name__}__", lambda _, kind=kind: kind(next(numbers))))
         for metric in filter(is_metric, step.modules()):

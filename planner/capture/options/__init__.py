@@ -95,11 +95,7 @@ def list_options_to_try(graph: Graph) -> tuple[str, ...]:
 
 
 def check_names(**given: object) -> None:
-    """Raise unless each argument is a list of texts, or another collection of them with an order or none.
-
-    Raises:
-        UsageError: one is not; the letters of a text are no names.
-    """
+    """Raise a UsageError unless each argument is a list of texts, or another collection of them with an order or none."""
     for name, names in given.items():
         if isinstance(names, str) or not isinstance(names, Sequence | Set) or not all(isinstance(each, str) for each in names):
             shown = [names] if isinstance(names, str) else ["NAME"]

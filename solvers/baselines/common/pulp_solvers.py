@@ -42,22 +42,14 @@ OUTCOMES = {  # by PuLP's words for the status
 
 
 def check_milp_solver(name: str) -> None:
-    """Raise an error, before work is spent, unless PuLP can call the solver `name`.
-
-    Raises:
-        PlannerError: it cannot; lists those it can.
-    """
+    """Raise a PlannerError, before work is spent, unless PuLP can call the solver `name`; it lists those it can."""
     if name not in pulp.listSolvers(onlyAvailable=True):
         known = "is not installed" if name in pulp.listSolvers() else "is none that PuLP knows"
         raise PlannerError(f"solver {name!r} {known}: choose one of {', '.join(pulp.listSolvers(onlyAvailable=True))}")
 
 
 def check_clock(clock: Clock) -> None:
-    """Raise an error for a clock that cannot limit PuLP's solvers.
-
-    Raises:
-        PlannerError: it counts work.
-    """
+    """Raise a PlannerError for a clock that counts work, which cannot limit PuLP's solvers."""
     if clock.counts_work:
         raise PlannerError("solvers that PuLP calls cannot be limited by work: give a time limit, or use the solver windows")
 

@@ -53,11 +53,7 @@ def parse_budget(text: str, *, peak_bytes: int) -> int:
 
 
 def parse_fraction(text: str) -> float:
-    """Return the fraction, from 0 to `LARGEST_FRACTION`, of ``10%`` or ``0.1``.
-
-    Raises:
-        BudgetError: it is neither.
-    """
+    """Return the fraction, from 0 to `LARGEST_FRACTION`, of ``10%`` or ``0.1``; raise a BudgetError if it is neither."""
     number = text.strip().removesuffix("%")
     try:
         value = float(number) / (100 if number != text.strip() else 1)
@@ -69,11 +65,7 @@ def parse_fraction(text: str) -> float:
 
 
 def parse_rate(text: str) -> float:
-    """Return the bytes per second of ``25GB/s``.
-
-    Raises:
-        BudgetError: it is not an amount of memory and ``/s``.
-    """
+    """Return the bytes per second of ``25GB/s``; raise a BudgetError if it is not an amount of memory and ``/s``."""
     amount, slash, unit = text.strip().rpartition("/")
     if not slash or unit.strip() != "s" or amount.strip().endswith("%"):
         raise BudgetError(f"{text!r} is not a rate: write 25GB/s")

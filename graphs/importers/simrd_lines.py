@@ -133,11 +133,7 @@ def read_lines(path: str | os.PathLike[str]) -> list[tuple[int, Mapping[str, obj
 
 
 def parse_line(value: object, source: str, number: int) -> LogLine:
-    """Return line `number` of the file `source` as an instruction.
-
-    Raises:
-        FormatError: the line is not an instruction.
-    """
+    """Return line `number` of the file `source` as an instruction; raise a FormatError if the line is not an instruction."""
     # msgspec caches the decoder of a Struct, but not of a union.
     kind = _KINDS.get(str(value.get("INSTRUCTION")), _INSTRUCTION) if isinstance(value, dict) else _INSTRUCTION
     line: LogLine = convert_document(value, kind, source, path=f"line {number}")

@@ -101,11 +101,7 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` to `path` as UTF-8, as ``write_bytes`` does.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Write `text` to `path` as UTF-8, as ``write_bytes`` does; raise an OutputError if it cannot be written."""
     write_bytes(path, text.encode())
 
 
@@ -201,11 +197,7 @@ def _build_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Return the text in the file `path`.
-
-    Raises:
-        FormatError: the file is not there, cannot be read, or is not text.
-    """
+    """Return the text in the file `path`; raise a FormatError if the file is not there, cannot be read, or is not text."""
     try:
         if _is_device(path):
             raise FormatError(f"{path}: is a device, not a file")

@@ -128,11 +128,7 @@ class GraphOption(Option):
     apply: Callable[[Graph, Surroundings], Graph]
 
     def add_to(self, graph: Graph, surroundings: Surroundings) -> Graph:
-        """Return `graph` with this option.
-
-        Raises:
-            GraphError: the option does not accept the graph.
-        """
+        """Return `graph` with this option; raise a GraphError if the option does not accept the graph."""
         if reason := self.accepts(graph, surroundings):
             raise GraphError(reason)
         return self.apply(graph, surroundings)

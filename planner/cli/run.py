@@ -69,11 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _model_of(plan: "Plan") -> ModelSpec:
-    """Return the model that the graph of `plan` was traced from.
-
-    Raises:
-        UsageError: the plan does not say which.
-    """
+    """Return the model that the graph of `plan` was traced from; raise a UsageError if the plan does not say which."""
     named = plan.graph.provenance.get("model")
     try:
         return parse_spec(str(named))

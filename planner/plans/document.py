@@ -122,11 +122,7 @@ class _PlanDocument(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def plan_to_dict(plan: PlanRecord) -> dict[str, object]:
-    """Return `plan` as in a file.
-
-    Raises:
-        FormatError: provenance, settings, versions or a step have no JSON form.
-    """
+    """Return `plan` as in a file; raise a FormatError if provenance, settings, versions or a step have no JSON form."""
     summary = build_struct(plan.graph, _SummaryDocument)
     summary.provenance = convert_to_json_object(plan.graph.provenance, "graph.provenance")
     given: dict[str, Any] = {

@@ -248,11 +248,7 @@ def apply_recorded_options(graph: Graph, settings: Mapping[str, object]) -> Grap
 
 
 def read_recorded_options(settings: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the options in the settings of a plan.
-
-    Raises:
-        MismatchError: they are no names.
-    """
+    """Return the options in the settings of a plan; raise a MismatchError if they are no names."""
     return _read_names("options", settings.get("options") or ())
 
 

@@ -29,11 +29,7 @@ class NamedDevice:
 
 
 def parse_device(name: str) -> NamedDevice:
-    """Return the device with this `name`.
-
-    Raises:
-        UsageError: no device can have it.
-    """
+    """Return the device with this `name`; raise a UsageError if no device can have it."""
     match = _NAME.fullmatch(name.strip())
     if match is None or match[0] == "cpu:0":
         raise UsageError(

@@ -235,11 +235,7 @@ def _refuse_auto_sac(_: nn.Module, __: LossFn | None) -> NoReturn:
 
 
 def find_checkpointed_blocks(model: nn.Module, level: int = 1, depth: int = 0) -> list[nn.Module]:
-    """Return the blocks of `level`, or of `depth`, that can be checkpointed.
-
-    Raises:
-        InapplicableError: the model has none.
-    """
+    """Return the blocks of `level`, or of `depth`, that can be checkpointed; raise an InapplicableError if the model has none."""
     return select_checkpointable(find_blocks_at(model, depth) if depth else find_blocks(model, level))
 
 

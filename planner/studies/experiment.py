@@ -40,11 +40,7 @@ class Study(Generic[Case, Row]):
     file: str = "rows.csv"
 
     def read_kept(self, folder: Path) -> KeptRows[Row]:
-        """Return the rows in the CSV in `folder`.
-
-        Raises:
-            OutputError: it has other columns, or is damaged.
-        """
+        """Return the rows in the CSV in `folder`; raise an OutputError if it has other columns, or is damaged."""
         return KeptRows(folder / self.file, self.row, self.order)
 
     def fill(

@@ -195,11 +195,7 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
 
 
 def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> None:
-    """Write `rows` of `kind` to a CSV atomically.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Write `rows` of `kind` to a CSV atomically; raise an OutputError if it cannot be written."""
     names = list_columns(kind)
     write_csv(path, names, ({name: getattr(row, name) for name in names} for row in rows))
 

@@ -117,11 +117,7 @@ def keep_program_order(graph: Graph) -> Reordering:
 
 
 def permute(graph: Graph, order: Sequence[int]) -> Reordering:
-    """Return `graph` with its ops in `order`.
-
-    Raises:
-        GraphError: `order` is not topological, or mixes phases.
-    """
+    """Return `graph` with its ops in `order`; raise a GraphError if `order` is not topological, or mixes phases."""
     place = {op: position for position, op in enumerate(order)}
     ops = tuple(
         replace(graph.ops[op], id=position, replaces=tuple(sorted(place[p] for p in graph.ops[op].replaces)))

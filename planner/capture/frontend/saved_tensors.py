@@ -81,11 +81,7 @@ def _leave() -> None:
 
 @contextmanager
 def remove_saved_tensors_hooks() -> Iterator[None]:
-    """Remove at the end the hooks that a trace has left in place.
-
-    Raises:
-        TraceError: hooks cannot be traced.
-    """
+    """Remove at the end the hooks that a trace has left in place; raise a TraceError if hooks cannot be traced."""
     try:
         yield
         if _REFUSALS:

@@ -243,11 +243,7 @@ def build_summary_data(summary: dict[str, object]) -> dict[str, object]:
 
 
 def list_provenance(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Return the provenance of a graph as names and values.
-
-    Raises:
-        MismatchError: the link to the host in it is impossible.
-    """
+    """Return the provenance of a graph as names and values; raise a MismatchError if the link to the host in it is impossible."""
     return [(escape_text(name), escape_text(_format_provenance(provenance, name))) for name in provenance]
 
 

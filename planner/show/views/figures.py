@@ -94,11 +94,7 @@ def set_title(axes: "Axes", title: str) -> None:
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Write the figure atomically.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Write the figure atomically; raise an OutputError if it cannot be written."""
     content = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box is drawn for it
@@ -133,11 +129,7 @@ def can_plot() -> bool:
 
 
 def create_figure() -> "Figure":
-    """Return a new figure of the common size.
-
-    Raises:
-        PlannerError: matplotlib is not installed.
-    """
+    """Return a new figure of the common size; raise a PlannerError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

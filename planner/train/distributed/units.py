@@ -222,11 +222,7 @@ def _check_parameter(parameter: Any, name: str) -> None:
 
 
 def list_units(model: nn.Module) -> list[ShardedUnit]:
-    """Return the units of `model`.
-
-    Raises:
-        TraceError: one is sharded in a way that is not planned.
-    """
+    """Return the units of `model`; raise a TraceError if one is sharded in a way that is not planned."""
     names = {id(p): name for name, p in reversed([*model.named_parameters(remove_duplicate=False)])}
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -132,17 +132,6 @@ def add_solver(parser: Parser) -> None:
     )
 
 
-def add_workers(parser: Parser, *, said: str) -> None:
-    """Add the options for the number of parallel solves, or for a cluster; `said` describes the solves."""
-    workers = parser.add_mutually_exclusive_group()
-    workers.add_argument("--jobs", type=argument_types.count, metavar="N", help=f"{said} at a time (default: {JOBS})")
-    workers.add_argument(
-        "--cluster",
-        metavar="ADDRESS",
-        help=f"have the workers of a Dask scheduler do it (tcp://HOST:8786): {said} at all of them",
-    )
-
-
 def add_time_limit(parser: "argparse._ActionsContainer", *, said: str, default: float | None = None) -> None:
     """Add a time limit; `said` is the help on it."""
     parser.add_argument(
@@ -150,18 +139,29 @@ def add_time_limit(parser: "argparse._ActionsContainer", *, said: str, default: 
     )
 
 
-def add_total_time_limit(parser: Parser, *, said: str, default: float) -> None:
-    """Add the time limit of several solves, which by default holds if there is none for each; `said` is the help on it."""
+def add_study(parser: Parser, *, jobs: str, each: str, total: str, total_time_limit_s: float) -> None:
+    """Add the options of ``build_study_settings``: `jobs` are the solves, `each` and `total` the help on their time limits."""
+    workers = parser.add_mutually_exclusive_group()
+    workers.add_argument("--jobs", type=argument_types.count, metavar="N", help=f"{jobs} at a time (default: {JOBS})")
+    workers.add_argument(
+        "--cluster",
+        metavar="ADDRESS",
+        help=f"have the workers of a Dask scheduler do it (tcp://HOST:8786): {jobs} at all of them",
+    )
+    add_time_limit(parser, said=each)
     parser.add_argument(
         "--total-time-limit",
         type=argument_types.parse_duration,
         metavar="TIME",
-        help=f"{said} (default: {default:.0f}s, and none with --time-limit)",
+        help=f"{total} (default: {total_time_limit_s:.0f}s, and none with --time-limit)",
     )
+    add_tolerance(parser)
+    add_memory(parser)
+    add_graph_options(parser)
 
 
 def build_study_settings(arguments: argparse.Namespace, *, time_limit_s: float, total_time_limit_s: float) -> "StudySettings":
-    """Return the settings of a study from the options of ``add_workers``, ``add_tolerance``, ``add_memory`` and of time limits.
+    """Return the settings of a study from the options of ``add_study``.
 
     Args:
         time_limit_s: limit of each solve by default.

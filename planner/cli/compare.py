@@ -64,16 +64,13 @@ def add(commands: shared.Commands) -> None:
     parser.add_argument(
         "--repeats", type=argument_types.count, metavar="N", help=f"steps timed with --measure (default: {_REPEATS})"
     )
-    shared.add_workers(parser, said="rows computed")
-    shared.add_time_limit(parser, said=f"for each row: 90, 90s, 10m (default: {_ROW_S:.0f}s)")
-    shared.add_total_time_limit(
+    shared.add_study(
         parser,
-        said="for solving all rows, without --measure: methods that solve large programs come last and share what is left",
-        default=_TOTAL_S,
+        jobs="rows computed",
+        each=f"for each row: 90, 90s, 10m (default: {_ROW_S:.0f}s)",
+        total="for solving all rows, without --measure: methods that solve large programs come last and share what is left",
+        total_time_limit_s=_TOTAL_S,
     )
-    shared.add_tolerance(parser)
-    shared.add_memory(parser)
-    shared.add_graph_options(parser)
     shared.add_how_to_trace(parser)
     shared.add_quiet(parser)
 

@@ -36,17 +36,14 @@ def add(commands: shared.Commands) -> None:
     )
     parser.add_argument("-o", "--output", type=argument_types.parse_output, metavar="FILE", help="CSV to write")
     parser.add_argument("--plot", metavar="FILE", help="figure to write (.png, .pdf, .svg)")
-    shared.add_workers(parser, said="budgets solved")
     shared.add_solver(parser)
-    shared.add_time_limit(parser, said="for each budget: 90, 90s, 10m (default: what the whole curve may take)")
-    shared.add_total_time_limit(
+    shared.add_study(
         parser,
-        said="for the whole curve: every budget is solved for a short time first, and those with a gap again while time is left",
-        default=_TOTAL_S,
+        jobs="budgets solved",
+        each="for each budget: 90, 90s, 10m (default: what the whole curve may take)",
+        total="for the whole curve: every budget is solved for a short time first, and those with a gap again while time is left",
+        total_time_limit_s=_TOTAL_S,
     )
-    shared.add_tolerance(parser)
-    shared.add_memory(parser)
-    shared.add_graph_options(parser)
     shared.add_reorder(parser, default=None, said="with --solver windows, if one lowers the peak")
     shared.add_quiet(parser)
 

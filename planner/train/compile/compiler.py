@@ -53,7 +53,7 @@ from planner.settings.plan import PlanSettings
 from planner.torch_private.core import clear_cublas_workspaces
 from planner.train.compile.compare_eager import compare_with_eager, warn_of_differences
 from planner.train.compile.graph_room import GraphBudget, make_room_for_pool
-from planner.train.compile.improvement import Consultation, Improvement, PlanMaker, describe_over_budget, set_arena
+from planner.train.compile.improvement import Consultation, Improvement, describe_over_budget, set_arena
 from planner.train.compile.step import PlannedStep
 from planner.train.distributed.wrappers import Unwrapped
 
@@ -287,7 +287,8 @@ class Compiler:
             plan,
             executor,
             solved_bytes=solved_bytes,
-            maker=PlanMaker(later._build_search(later.settings), later._make_executor),
+            search=later._build_search(later.settings),
+            make_executor=later._make_executor,
             finds=finds,
         )
         return Consultation(self.wrapper.ranks, improvement, self.wrapper.wrap)

@@ -78,19 +78,6 @@ class PlanSwap:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PlanMaker:
-    """The functions that find plans for a step and run them.
-
-    Attributes:
-        search: the solves.
-        make_executor: returns the executor of a plan.
-    """
-
-    search: StepSearch
-    make_executor: Callable[[Capture, Plan], Executor]
-
-
 class Improvement:
     """The search for better plans for a step, which swaps them in.
 
@@ -107,7 +94,8 @@ class Improvement:
         executor: Executor,
         *,
         solved_bytes: int,
-        maker: PlanMaker,
+        search: StepSearch,
+        make_executor: Callable[[Capture, Plan], Executor],
         finds: bool,
     ) -> None:
         """Start with `plan`, which `executor` runs.
@@ -115,12 +103,13 @@ class Improvement:
         Args:
             captured: the profiled step.
             solved_bytes: the budget that it was solved for; below the plan's budget if its peak was above its prediction.
-            maker: the functions that find plans and run them.
+            search: the solves.
+            make_executor: returns the executor of a plan.
             finds: True if better plans are searched for here, and not by another process.
         """
         self.plan = plan
         self._captured, self._executor = captured, executor
-        self._solved_bytes, self._maker = solved_bytes, maker
+        self._solved_bytes, self._search, self._make_executor = solved_bytes, search, make_executor
         self._solve: BackgroundSolve | None = None
         self._candidate: Plan | None = None
         self._steps, self._due = 0.0, 0.0  # steps so far, and those after which the candidate repays its swap
@@ -161,7 +150,7 @@ class Improvement:
     def adopt(self, plan: Plan) -> PlanSwap:
         """Replace the current plan by `plan`, and observe the peak of its first step."""
         gain = 1 - (1 + plan.overhead) / (1 + self.plan.overhead)
-        executor = self._maker.make_executor(self._captured, plan)
+        executor = self._make_executor(self._captured, plan)
         moves = executor.arena is not None and self._executor.arena is None
         why = "in an arena, which keeps its pages" if moves else f"{gain:.1%} faster"
         self._time_ops_of(executor)
@@ -207,11 +196,11 @@ class Improvement:
     def _replace_first_plan(self, needed_bytes: int) -> PlanSwap:
         """Return a plan that replaces the first one, which needed `needed_bytes`."""
         try:
-            found = self._maker.search.find_first_plan(self._captured.graph, Bytes(self._solved_bytes))
+            found = self._search.find_first_plan(self._captured.graph, Bytes(self._solved_bytes))
         except (BudgetError, LimitError) as error:
             over = describe_over_budget(self.plan, needed_bytes, self.plan.budget_bytes)
-            if self._maker.search.chose_arena:
-                self._maker = replace(self._maker, search=self._maker.search.leave_arena(f"in one {over}"))
+            if self._search.chose_arena:
+                self._search = self._search.leave_arena(f"in one {over}")
                 self._solved_bytes = self.plan.budget_bytes
                 return self._replace_first_plan(needed_bytes)
             if isinstance(error, LimitError):
@@ -240,7 +229,7 @@ class Improvement:
 
     def _find_awaited(self, plan: Plan) -> _Awaited | None:
         """Return what the executor of `plan` waits for; None if it is in an arena, or is to be in none."""
-        if not self._maker.search.chose_arena or self._executor.arena is not None:
+        if not self._search.chose_arena or self._executor.arena is not None:
             return None
         if NO_ARENA in plan.settings:
             return _Awaited.PLAN
@@ -275,7 +264,7 @@ class Improvement:
     def _build_job(self) -> SolveJob:
         """Return the next solve, in the order of the current plan if that is settled."""
         keeps_order = self._is_settled and (self._offered.plain or not self.plan.settings.get("reordered"))
-        return self._maker.search.build_job(self._captured.graph, self._solved_bytes, self.plan, keeps_order=keeps_order)
+        return self._search.build_job(self._captured.graph, self._solved_bytes, self.plan, keeps_order=keeps_order)
 
     def _end_solve(self) -> None:
         if self._solve is not None:
@@ -294,7 +283,7 @@ class Improvement:
 
     def _leave_arena(self, why: str) -> None:
         """Look for plans in no arena from now on."""
-        self._maker = replace(self._maker, search=self._maker.search.leave_arena(why.partition("\n")[0]))
+        self._search = self._search.leave_arena(why.partition("\n")[0])
         self._awaited, self._is_solved = None, self.plan.status in SOLVED
 
     def _take_better(self) -> Plan | None:
@@ -319,7 +308,7 @@ class Improvement:
         fits = self._executor.earlier_gradients.fit_with(
             apply_recorded_options(self._captured.graph, found.settings), found.schedule
         )
-        alike = self._maker.search.any_rounding or is_rounded_alike(self._captured.graph, self.plan, found)
+        alike = self._search.any_rounding or is_rounded_alike(self._captured.graph, self.plan, found)
         if (gain >= _GAIN or proves_more) and fits and alike:
             due = 0.0 if proves_more else self._count_repaying_steps(now.time_s - found.time_s)
             if due <= max(self._steps, _REPAID_STEPS):

@@ -66,29 +66,17 @@ def _run(execution: Execution, graph: Graph) -> dict[str, object]:
     else:
         row = _WAITING_ROW + graph.streams.index(op.stream)
         said["made_bytes"] = sum(graph.tensors[t].size_bytes for t in op.outputs)
-    return {
-        "ph": "X",
-        "pid": _PROCESS,
-        "tid": row,
-        "name": op.name,
-        "cat": str(op.phase),
-        "ts": execution.start_s * 1e6,
-        "dur": op.time_s * 1e6,
-        "args": said,
-    }
+    return _build_event(row, op.name, str(op.phase), execution.start_s, op.time_s, said)
 
 
 def _wait(wait: IdleTime) -> dict[str, object]:
-    return {
-        "ph": "X",
-        "pid": _PROCESS,
-        "tid": _WAITING_ROW,
-        "name": f"waits for {wait.awaited.op.name}",
-        "cat": "wait",
-        "ts": wait.start_s * 1e6,
-        "dur": wait.time_s * 1e6,
-        "args": {"before": name_end_of_wait(wait)},
-    }
+    said: dict[str, object] = {"before": name_end_of_wait(wait)}
+    return _build_event(_WAITING_ROW, f"waits for {wait.awaited.op.name}", "wait", wait.start_s, wait.time_s, said)
+
+
+def _build_event(row: int, name: str, category: str, start_s: float, time_s: float, said: dict[str, object]) -> dict[str, object]:
+    place = {"ph": "X", "pid": _PROCESS, "tid": row, "name": name, "cat": category}
+    return {**place, "ts": start_s * 1e6, "dur": time_s * 1e6, "args": said}
 
 
 def _iterate_reserved_events(timeline: Timeline, addresses: StepAddresses) -> Iterator[dict[str, object]]:

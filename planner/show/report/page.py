@@ -175,13 +175,12 @@ def _choose_verb(peak: Execution) -> str:
 
 def _build_cost_row(cost: ModuleCost, dearest: float) -> list[str]:
     share = f"{100 * cost.time_s / dearest:.1f}"
-    saved = format_bytes(cost.saved_bytes)
+    times = format_seconds(cost.time_s), share
     return [
         cost.module or "outside modules",
         f"{cost.ops:,}",
-        saved,
-        format_seconds(cost.time_s),
-        share,
+        format_bytes(cost.saved_bytes),
+        *times,
         _format_names(cost.targets),
     ]
 

@@ -4,6 +4,7 @@ import gc
 import re
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -32,6 +33,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.transfers import transfers, workers
 from tests.support.graphs.random_choices import any_schedule
 from tests.support.marks import slow
+from tests.support.models.offloaded import copying_step
 from tests.support.models.outcomes import assert_alike_in_threads, assert_same, late_copies, train
 from tests.support.models.placed import (
     SECOND,
@@ -50,6 +52,7 @@ from tests.support.models.steps import make
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("one_thread")]
 
 QUICK = ("mutated", "tied", "shared_gradient")
+MakeStep = Callable[[str, int], tuple[Capture, Schedule, Executor]]
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow("gpt2_sdpa", "resnet18")])
@@ -102,14 +105,16 @@ def test_devices_and_channels_work_side_by_side() -> None:
     assert sorted(seen) == ["MainThread", f"planner: {SECOND}"]
 
 
-def test_two_forwards_before_one_backward_and_several_threads() -> None:
-    _, _, step = placed_step("tied", 3)
+@pytest.mark.parametrize("make_step", [placed_step, copying_step, step_with_everything])
+def test_two_forwards_before_one_backward_and_several_threads(make_step: MakeStep) -> None:
+    _, _, step = make_step("tied", 3)
     batch = make("tied").batch
     parameters = list(step.training_step.parameters())
     expected = torch.autograd.grad(step(*batch), parameters)
     both = torch.autograd.grad(step(*batch) + 2 * step(*batch), parameters)
     assert all(torch.equal(3 * a, b) or torch.allclose(3 * a, b) for a, b in zip(expected, both, strict=True))
     assert_alike_in_threads(step, batch, rounds=5)
+    assert step.devices.host is None or step.devices.host.used_bytes == 0
 
 
 @pytest.mark.parametrize("half", ["forward", "backward"])
@@ -132,33 +137,34 @@ def test_an_op_that_fails_elsewhere(half: str, monkeypatch: pytest.MonkeyPatch) 
             step(*batch) if loss is None else loss.backward()
 
 
-@pytest.mark.parametrize("fails_at", [1, 4])
-def test_failed_copy_raises_and_restores_the_step(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, step = placed_step("mutated", 1)
+@pytest.mark.parametrize("thread", ["device to host", "host to device", f"device to {SECOND}", f"{SECOND} to device"])
+def test_failed_copy_raises_and_restores_the_step(thread: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, step = step_with_everything("mutated", 0)
     batch = make("mutated").batch
-    made = []
 
     def fails(target: Any, source: Any) -> None:
-        made.append(target)
-        if len(made) >= fails_at:
+        if threading.current_thread().name == f"planner: {thread}":
             raise OSError("the link is down")
         target[:] = source
 
     with undone_and_right_again(step), monkeypatch.context() as patch:
         patch.setattr(np, "copyto", fails)
-        with pytest.raises(CopyError, match=r"a copy from .* failed: OSError: the link is down; the step can be tried again"):
+        with pytest.raises(CopyError, match=rf"a copy from {thread} failed: OSError: the link is down; the step can be tried"):
             step(*batch).backward()
 
 
-def test_failure_on_the_main_device_ends_the_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, step = placed_step("mutated", 1)
+@pytest.mark.parametrize(("make_step", "method"), [(placed_step, "send"), (copying_step, "finish")])
+def test_failure_on_the_main_device_ends_the_other_threads(
+    make_step: MakeStep, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, step = make_step("mutated", 1)
     batch = make("mutated").batch
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with undone_and_right_again(step), monkeypatch.context() as patch:
-        patch.setattr(transfers.Transfer, "send", interrupted)
+        patch.setattr(transfers.Transfer, method, interrupted)
         with pytest.raises((KeyboardInterrupt, DeviceError)):
             step(*batch).backward()
 
@@ -174,15 +180,22 @@ def test_dead_device_thread_raises_and_restores_the_step(monkeypatch: pytest.Mon
             step(*batch)
 
 
-def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, step = placed_step("mutated", 1)
+@pytest.mark.parametrize(
+    ("make_step", "error", "said"),
+    [(placed_step, DeviceError, f"ops on {SECOND}"), (copying_step, CopyError, "copies from device to host")],
+)
+def test_no_thread_can_be_started(
+    make_step: MakeStep, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, step = make_step("mutated", 1)
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(DeviceError, match=f"no thread can be started for ops on {SECOND}: can't start new thread"):
-        step(*make("mutated").batch)
+    with undone_and_right_again(step), monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(error, match=f"no thread can be started for {said}: can't start new thread"):
+            step(*make("mutated").batch)
 
 
 def test_threads_end_with_the_step_and_have_their_own_number_of_threads() -> None:
@@ -317,38 +330,16 @@ def test_host_memory_stays_within_the_host_budget() -> None:
         assert memory.peak_bytes == most >= memory.allocated_bytes
     loss = executor(*workload.batch)
     assert memory.used_bytes
-    before = state(executor)
+    before = state(executor.training_step)
     with pytest.raises(
         CopyError, match=r"of the host's memory are in use, and the step may .* call backward\(\) before the next"
     ):
         executor(*workload.batch)
-    assert all(torch.equal(value, before[name]) for name, value in state(executor).items())
+    assert_same(before, state(executor.training_step))
     del loss
     assert memory.used_bytes == 0  # nothing of what failed is held
     executor(*workload.batch).backward()
     assert memory.peak_bytes == most
-
-
-def test_several_threads_may_step_one_plan() -> None:
-    _, _, step = step_with_everything("tied", 3)
-    assert_alike_in_threads(step, make("tied").batch, rounds=5)
-    assert step.devices.host.used_bytes == 0
-
-
-@pytest.mark.parametrize("thread", ["device to host", "host to device"])
-def test_a_copy_to_the_host_or_back_that_fails(thread: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, step = step_with_everything("mutated", 0)
-    batch = make("mutated").batch
-
-    def fails(target: Any, source: Any) -> None:
-        if threading.current_thread().name == f"planner: {thread}":
-            raise OSError("the link is down")
-        target[:] = source
-
-    with undone_and_right_again(step), monkeypatch.context() as patch:
-        patch.setattr(np, "copyto", fails)
-        with pytest.raises(CopyError, match=rf"a copy from {thread} failed: OSError: the link is down"):
-            step(*batch).backward()
 
 
 def test_forward_results_return_with_the_forward_pass_despite_offload() -> None:

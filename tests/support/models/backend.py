@@ -11,7 +11,7 @@ from torch import nn
 from graphs.errors import InfeasibleError
 from planner.train.backend import backend
 from planner.train.backend.shared_budget import SharedBudget
-from tests.support.models.outcomes import peak_bytes
+from tests.support.models.outcomes import assert_same, peak_bytes
 
 
 class Masked(nn.Module):
@@ -200,6 +200,6 @@ def trained_once(step: Callable[..., Any], x: torch.Tensor) -> None:
 
 
 def assert_same_state(model: nn.Module, twin: nn.Module) -> None:
-    pairs = zip(model.named_parameters(), twin.parameters(), strict=True)
-    assert [name for (name, a), b in pairs if not torch.equal(a.grad, b.grad)] == []
-    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+    """Check gradients, or that there are none, and buffers."""
+    states = ({name: p.grad for name, p in each.named_parameters() if p.grad is not None} for each in (model, twin))
+    assert_same(*({**state, **dict(each.named_buffers())} for state, each in zip(states, (model, twin), strict=True)))

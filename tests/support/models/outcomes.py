@@ -64,6 +64,24 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
+def assert_equal_steps(
+    step: Callable[..., Any], model: nn.Module, twin: nn.Module, *batch: Any, loss_fn: Any = None, steps: int = 1, seed: int = 1
+) -> None:
+    """Compare steps of `model` with those of `twin` in eager PyTorch: results, gradients and buffers, to the last bit."""
+    eager = twin if loss_fn is None else TrainingStep(twin, loss_fn)
+    for _ in range(steps):
+        found: list[dict[str, torch.Tensor]] = []
+        for run, of in ((eager, twin), (step, model)):
+            of.zero_grad()
+            torch.manual_seed(seed)
+            result = get_loss(run(*batch))
+            result.square().sum().backward()
+            gradients = {f"gradient of {name}": p.grad for name, p in of.named_parameters() if p.grad is not None}
+            found.append({"result": result.detach(), **dict(of.named_buffers()), **gradients})
+        assert_same(*found)
+    model.zero_grad(), twin.zero_grad()
+
+
 def executor(model: nn.Module, batch: Batch, loss_fn: Any = None) -> Executor:
     captured = capture(model, loss_fn, batch)
     return Executor(captured, random_schedule(captured.graph, 1), model, loss_fn)

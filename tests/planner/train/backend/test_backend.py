@@ -17,6 +17,7 @@ from planner.measure.steps import measure_memory, measure_outcome
 from tests.support.budgets import HALF_WAY
 from tests.support.marks import slow
 from tests.support.models.backend import Broken
+from tests.support.models.outcomes import assert_equal_steps
 from tests.support.models.steps import make, norm_twice
 from tests.support.raised_warnings import raise_warnings
 
@@ -62,22 +63,14 @@ def test_ops_that_compilers_take_apart_are_eagers() -> None:
     model = FunctionModule(lambda m, x: taken_apart(m.convolution(x)), convolution=nn.Conv2d(3, 8, 3, padding=1))
     x = torch.randn(2, 3, 16, 16)
     twin = copy.deepcopy(model)
-    for run, of in ((model, model), (compiled(twin, budget="100%"), twin)):
-        run(x).square().sum().backward()
-        assert of.convolution.weight.grad is not None
-    assert torch.equal(model.convolution.weight.grad, twin.convolution.weight.grad)
-    assert torch.equal(model(x), twin(x))
+    assert_equal_steps(compiled(twin, budget="100%"), twin, model, x)
 
 
 def test_a_cell_runs_as_in_eager_pytorch() -> None:
     torch.manual_seed(0)
     model, x, state = nn.GRUCell(12, 20), torch.randn(5, 12), torch.randn(5, 20)
     twin = copy.deepcopy(model)
-    outputs = [run(x, state) for run in (model, compiled(twin, budget="100%"))]
-    for output in outputs:
-        output.square().sum().backward()
-    assert torch.equal(*outputs)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert_equal_steps(compiled(twin, budget="100%"), twin, model, x, state)
 
 
 def test_other_backends_still_decompose_ops() -> None:
@@ -119,10 +112,8 @@ def test_layers_around_ops_of_eager_pytorch_are_planned(solves: list[int]) -> No
     model, x = halves(AroundEager), torch.randn(256, 32)
     twin = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="several graphs"):
-        compiled(twin, budget="1MB")(x).sum().backward()
-    model(x).sum().backward()
+        assert_equal_steps(compiled(twin, budget="1MB"), twin, model, x)
     assert len(solves) == 2
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_budget_below_memory_held_by_eager_ops_raises() -> None:
@@ -139,12 +130,10 @@ def test_graphs_share_the_budget_and_say_so(solves: list[int]) -> None:
     with pytest.warns(
         UserWarning, match=r"several graphs: the second one gets .* of 1.00 MB, and each what those before it leave"
     ):
-        compiled(twin, budget="1MB")(x).sum().backward()
+        assert_equal_steps(compiled(twin, budget="1MB"), twin, model, x)
     assert len(solves) == 2
     unseen_bytes = sum(p.nbytes for p in model.second.parameters())
     assert solves[1] < solves[0] == 10**6 - 2 * unseen_bytes  # they, and their gradients
-    model(x).sum().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_a_later_graph_that_does_not_fit_says_that_there_are_several() -> None:
@@ -187,12 +176,7 @@ def test_a_model_in_eval_mode_is_another_graph_that_trains_too(solves: list[int]
     step = compiled(twin, budget="1GB")
     with raise_warnings(UserWarning):  # the two share no budget: one of them runs at a time
         for training in (True, False, True, False):
-            for run, of in ((model, model), (step, twin)):
-                of.train(training).zero_grad()
-                torch.manual_seed(1)
-                run(x).sum().backward()
-            assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-            assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+            assert_equal_steps(step, twin.train(training), model.train(training), x)
     assert solves == [10**9, 10**9 - 8]  # evaluation does not read the number of batches, which is in memory
     assert torch.equal(compiled(twin.requires_grad_(requires_grad=False), budget="1GB")(x), model(x))
     assert len(solves) == 2

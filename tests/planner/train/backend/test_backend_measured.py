@@ -26,6 +26,7 @@ from tests.support.models.backend import (
     Masked,
     Queued,
     Thirds,
+    assert_same_state,
     batch_of,
     compiled,
     in_steps,
@@ -55,9 +56,7 @@ def test_measured_peak_is_within_the_budget(make: Callable[[], nn.Module], graph
     assert max(peaks) <= budget + _SCALARS
     torch.manual_seed(1)
     step_of(model, batch)()
-    for planned, eager in zip(twin.parameters(), model.parameters(), strict=True):
-        assert (planned.grad is None) == (eager.grad is None)
-        assert planned.grad is None or eager.grad is None or torch.equal(planned.grad, eager.grad)
+    assert_same_state(model, twin)
 
 
 def first_step_said(model: nn.Module, batch: tuple[torch.Tensor, ...], budget: int) -> list[str]:
@@ -169,9 +168,7 @@ def test_copies_of_inputs_that_were_written_stay_when_graphs_are_planned_togethe
         model.zero_grad()
         step_of(model, batch)()
     for twin in twins:
-        assert torch.equal(twin.queue, model.queue)
-        for planned, eager in zip(twin.parameters(), model.parameters(), strict=True):
-            assert planned.grad is not None and eager.grad is not None and torch.equal(planned.grad, eager.grad)
+        assert_same_state(model, twin)
 
 
 def test_known_schedules_stay_where_rules_find_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from planner.train.backend.planned_graph import PlannedGraph
 from tests.support.marks import slow
 from tests.support.models.backend import Thirds, measured_bytes
 from tests.support.models.other_kernels import ops_by, schedule_by, ways_of
+from tests.support.models.outcomes import assert_equal_steps
 from tests.support.models.packed import does, mixed, packing
 from tests.support.models.steps import make, random_schedule
 
@@ -98,11 +99,7 @@ def test_graphs_that_share_a_budget_write_over_inputs_too(graphs: list[PlannedGr
     model = Thirds()
     twin, batch = copy.deepcopy(model), (torch.randn(128, 32),)
     step = compiled(twin)
-    for _ in range(3):  # the first one plans graph by graph, the second one together
-        for run, of in ((model, model), (step, twin)):
-            of.zero_grad()
-            run(*batch).sum().backward()
-        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert_equal_steps(step, twin, model, *batch, steps=3)  # the first one plans graph by graph, the second one together
     assert len(graphs) == 3 and all(op.overwrites for graph in graphs for op in graph.captured.graph.ops if op.name == "gelu")
 
 

@@ -19,6 +19,7 @@ from planner.train.backend.planned_graph import PlannedGraph
 from planner.train.backend.shared_budget import SharedBudget
 from planner.train.backend.step_memory import PassStorages
 from tests.support.marks import slow, slow_except
+from tests.support.models.outcomes import assert_equal_steps
 from tests.support.models.random_pieces import OPERATIONS, SIZE, Call, Pieces, random_pieces
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -118,10 +119,7 @@ def test_checks_of_linear_algebra_run_once_and_are_planned(wrap: Callable[[nn.Mo
     model = Inverting()
     plain, x = copy.deepcopy(model), torch.randn(SIZE, SIZE)
     planned = wrap(model)
-    for _ in range(2):
-        planned(x).square().sum().backward()
-        plain(x).square().sum().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert_equal_steps(planned, model, plain, x, steps=2)
     model.matrix.neg_()
     with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
         planned(x)
@@ -244,10 +242,7 @@ def test_assertions_are_planned_and_raise_as_in_eager_mode(
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*without a plan")
         planned = wrap(model)
-        planned(x, classes).backward()
-    plain(x, classes).backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    model.zero_grad()
+        assert_equal_steps(planned, model, plain, x, classes)
     with pytest.raises(RuntimeError, match="Class values must be non-negative"):
         planned(x, classes - SIZE)
 
@@ -385,11 +380,8 @@ def test_the_parts_around_products_with_a_sparse_input_are_planned(
     plain, planned = copy.deepcopy(model), wrap(model)
     for rows in (SIZE, SIZE, SIZE + 2):
         edges = torch.randn(rows, rows).relu().to_sparse(layout=layout)
-        x = torch.randn(rows, SIZE)
-        planned(x, edges).backward()
-        plain(x, edges).backward()
+        assert_equal_steps(planned, model, plain, torch.randn(rows, SIZE), edges)
     assert len(graphs) > 2
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 class Looping(nn.Module):

@@ -15,7 +15,7 @@ from planner.settings.budget import Share
 from planner.settings.counted_memory import CountedMemory
 from planner.train.backend import shared_budget
 from planner.train.backend.planned_graph import PlannedGraph
-from tests.support.models.backend import Broken, compiled, only_budget, step_of
+from tests.support.models.backend import Broken, assert_same_state, compiled, only_budget, step_of
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore")]
 
@@ -55,7 +55,7 @@ def test_single_graph_is_planned_within_a_reserved_budget(graphs: list[PlannedGr
     assert reserved_bytes <= 0.8 * whole_bytes
     assert len(graphs[0].schedule.computed) > len(graph.ops)
     model(x).sum().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert_same_state(model, twin)
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_graphs_of_a_step_reserve_no_more_than_the_budget_together(graphs: list[
         assert reserved_together(graphs) <= budget_bytes
         model.zero_grad()
         model(x).sum().backward()
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        assert_same_state(model, twin)
 
 
 def test_percentage_refers_to_reserved_memory_of_the_whole_step(

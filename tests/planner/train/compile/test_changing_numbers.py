@@ -24,6 +24,7 @@ from planner.train.compile.step import PlannedStep
 from planner.train.distributed.wrappers import Unwrapped
 from tests.support.budgets import between
 from tests.support.marks import slow, slow_among, slow_except
+from tests.support.models.outcomes import assert_equal_steps
 from tests.support.raised_warnings import raise_warnings
 
 SETTINGS = {"temperature": 1}
@@ -249,20 +250,6 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def compare(step: PlannedStep, planned: nn.Module, eager: nn.Module, *batch: Any) -> None:
-    """Compare one step with eager PyTorch; both draw the same random numbers."""
-    torch.manual_seed(0)
-    loss = step(*batch)
-    loss.backward()
-    torch.manual_seed(0)
-    expected = eager(*batch)
-    expected.backward()
-    assert torch.equal(loss, expected)
-    for ours, theirs in zip(planned.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
-        ours.grad = theirs.grad = None
-
-
 def follow(expression: Expression, values: range, *, times: int = 3, **options: Any) -> PlannedStep:
     """Train a planned and an eager model while their numbers change; return the planned step."""
     torch.manual_seed(0)
@@ -275,7 +262,7 @@ def follow(expression: Expression, values: range, *, times: int = 3, **options: 
             model.config["rates"][0] = 1 / (i + 3)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if i == 0 else "error")
-            compare(step, planned, eager, batch)
+            assert_equal_steps(step, planned, eager, batch)
     return step
 
 
@@ -433,9 +420,8 @@ def test_arguments_are_numbers_like_others(named: bool, captures: list[int]) -> 
     def train(i: int) -> None:
         given = batch(i)
         loss, expected = (call(**given) if named else call(*given) for call in (step, eager))
-        loss.backward(), expected.backward()
-        assert torch.equal(loss, expected) and torch.equal(planned.layer.weight.grad, eager.layer.weight.grad)
-        planned.zero_grad(), eager.zero_grad()
+        assert torch.equal(loss, expected)
+        assert torch.equal(*(torch.autograd.grad(each, of.layer.weight)[0] for each, of in ((loss, planned), (expected, eager))))
 
     with pytest.warns(UserWarning, match="captured again: input .* is read in each step from now on"):
         train(1)
@@ -526,11 +512,8 @@ def test_steps_count_as_in_eager(kind: type[Counting]) -> None:
     step = planner.compile(planned, None, (x,), budget="1MB")
     assert counts(planned) == counts(eager)
     for _ in range(5):
-        loss, expected = step(x), eager(x)
-        loss.backward(), expected.backward()
-        assert torch.equal(loss, expected) and torch.equal(planned.layer.weight.grad, eager.layer.weight.grad)
+        assert_equal_steps(step, planned, eager, x)
         assert counts(planned) == counts(eager)
-        planned.zero_grad(), eager.zero_grad()
     with torch.no_grad():
         assert torch.equal(step(x), eager(x)) and counts(planned) == counts(eager)
 

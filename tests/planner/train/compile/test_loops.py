@@ -26,6 +26,7 @@ from planner.measure.steps import get_loss
 from planner.runtime.executor import Executor
 from tests.support.budgets import HALF_WAY
 from tests.support.marks import slow, slow_except
+from tests.support.models.outcomes import assert_equal_steps
 from tests.support.models.steps import make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -176,10 +177,7 @@ def test_without_gradients_a_step_evaluates_any_batch(mode: Callable[[], Abstrac
         assert not loss.requires_grad
     assert all(map(torch.equal, workload.model.buffers(), twin.buffers()))
     workload.model.train(), twin.train()
-    for run in (step, lambda x, y: workload.loss_fn(twin(x), y)):
-        torch.manual_seed(3)
-        run(x, y).backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(workload.model.parameters(), twin.parameters(), strict=True))
+    assert_equal_steps(step, workload.model, twin, x, y, loss_fn=workload.loss_fn)
 
 
 def test_another_size_names_the_ways_out() -> None:

@@ -20,6 +20,7 @@ from planner.train.compile.compiler import Compiler
 from planner.train.compile.dynamic import DynamicStep
 from tests.support.budgets import HALF_WAY
 from tests.support.marks import slow
+from tests.support.models.outcomes import assert_equal_steps
 from tests.support.raised_warnings import raise_warnings
 
 pytestmark = pytest.mark.usefixtures("half_way")
@@ -128,13 +129,8 @@ def test_a_smaller_batch_runs_by_eager_pytorch_until_it_comes_often(monkeypatch:
     step = planner.compile(model, F.cross_entropy, rows(64), budget=HALF_WAY, **QUICK)
     # 60 rows do not fit with everything kept.
     for n, plans in ((7, 1), (7, 1), (64, 1), (7, 1), (7, 2), (7, 2), (64, 2), (60, 3), (60, 3)):
-        x, y = rows(n)
-        for run in (step, lambda x, y: F.cross_entropy(plain(x), y)):
-            torch.manual_seed(3)
-            run(x, y).backward()
+        assert_equal_steps(step, model, plain, *rows(n), loss_fn=F.cross_entropy)
         assert len(step.plans) == plans
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-        model.zero_grad(), plain.zero_grad()
     assert len(checks) == 2
     memory = measure_memory(step, rows(9), static_bytes=step.plan.graph.static_bytes - 4, device=torch.device("cpu"))
     assert memory.peak_bytes <= step.plan.budget_bytes and len(step.plans) == 3
@@ -211,13 +207,8 @@ def test_checkpoint_and_backend_run_a_smaller_batch(through: str, monkeypatch: p
         called = torch.compile(model, backend="planner", options=options)
     # 6 rows fit with everything kept, 31 do not.
     for n, plans in ((32, 1), (6, 1), (32, 1), (6, 1), (31, 2), (6, 2), (31, 2)):
-        x, y = rows(n)
-        for run in (called, plain):
-            torch.manual_seed(3)
-            F.cross_entropy(run(x), y).backward()
+        assert_equal_steps(called, model, plain, rows(n)[0])
         assert len(planned) == plans
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-        assert all(map(torch.equal, model.buffers(), plain.buffers()))
     peaks = [
         measure_memory(lambda x, y, run=run: F.cross_entropy(run(x), y), rows(n), static_bytes=0, device=torch.device("cpu"))
         for run, n in ((called, 6), (called, 32), (plain, 32))

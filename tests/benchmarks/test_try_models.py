@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from benchmarks import try_models
 from benchmarks.models import handwritten
+from benchmarks.models.parts import FunctionModule
 from benchmarks.runner import Runner, build_whole_step
 from benchmarks.storages import LiveStorages
 from benchmarks.try_models import (
@@ -86,16 +88,10 @@ class Reading(nn.Module):
         return (hidden * (2.0 if hidden.sum().item() > 0 else 3.0)).sum()
 
 
-class Branching(nn.Module):
+def branching(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Its graph has as many ops as its data says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.inner(x)
-        return hidden[hidden.sum(1) > 0].sum()
+    hidden = m.inner(x)
+    return hidden[hidden.sum(1) > 0].sum()
 
 
 def test_every_way_to_train_is_a_row() -> None:
@@ -156,7 +152,7 @@ def test_between_the_passes_a_model_changes_its_buffers() -> None:
 
 
 def test_refused_model_is_a_row() -> None:
-    rows = tried(lambda: Workload(Branching(), None, (torch.randn(8, 4),)), PLANNED)
+    rows = tried(lambda: Workload(FunctionModule(branching, inner=nn.Linear(4, 4)), None, (torch.randn(8, 4),)), PLANNED)
     assert list(rows) == [EAGER, PLANNED]
     assert rows[PLANNED].status == REFUSED
     assert "depends on the data" in str(rows[PLANNED].message)

@@ -15,16 +15,10 @@ from graphs.errors import TraceError
 from tests.support.models.as_eager import check_trains_as_eager
 
 
-class Scaled(nn.Module):
+def scaled(m: Any, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
     """Takes by keyword what its caller does not pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        hidden = self.inner(x).tanh()
-        return self.outer(hidden if scale is None else hidden * scale)
+    hidden = m.inner(x).tanh()
+    return m.outer(hidden if scale is None else hidden * scale)
 
 
 def pass_scale(_: nn.Module, args: Any, kwargs: dict[str, Any], scale: torch.Tensor) -> Any:
@@ -37,7 +31,7 @@ class Passing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Scaled() for _ in range(3))
+        self.layers = nn.ModuleList(FunctionModule(scaled, inner=nn.Linear(16, 64), outer=nn.Linear(64, 16)) for _ in range(3))
         self.layers[1].register_forward_pre_hook(halve)
 
     @contextmanager

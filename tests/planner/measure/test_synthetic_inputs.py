@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,21 +27,16 @@ PICK = torch.library.custom_op("planner_tests::pick", _pick, mutates_args=(), sc
 PICK.register_fake(lambda x, ranks: torch.empty_like(x))
 
 
-class Ranked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scaled = self.weight * x
-        with torch.no_grad():
-            picked = PICK(scaled, RANK(scaled))
-        return (scaled * picked).sum()
+def ranked(m: Any, x: Tensor) -> Tensor:
+    scaled = m.weight * x
+    with torch.no_grad():
+        picked = PICK(scaled, RANK(scaled))
+    return (scaled * picked).sum()
 
 
 def test_integers_are_computed_where_zeros_are_refused() -> None:
     with raise_warnings():  # that the time of an op is modelled
-        graph = planner.trace(Ranked(), None, (torch.randn(8),), passes=1)
+        graph = planner.trace(FunctionModule(ranked, weight=nn.Parameter(torch.ones(8))), None, (torch.randn(8),), passes=1)
     (pick,) = (op for op in graph.ops if op.target.startswith("planner_tests.pick"))
     assert pick.time_s > 0
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import MismatchError, PlannerError, TraceError
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
@@ -76,20 +78,14 @@ def test_gradients_of_inputs_and_other_results_are_copies_too() -> None:
     assert torch.equal(x.grad, gradient)
 
 
-class Counts(nn.Module):
+def counts(m: Any, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """Writes to what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        count.add_(1)
-        return (self.inner(x) * count).sum()
+    count.add_(1)
+    return (m.inner(x) * count).sum()
 
 
 def test_writes_of_the_step_to_its_inputs_are_copied_back() -> None:
-    workload = on_device(Workload(Counts(), None, (torch.randn(4, 6), torch.zeros(3))))
+    workload = on_device(Workload(FunctionModule(counts, inner=nn.Linear(6, 3)), None, (torch.randn(4, 6), torch.zeros(3))))
     step = recorded(workload, seed=None)
     assert not workload.batch[1].any()  # recording left it alone
     count = torch.tensor([1.0, 2.0, 3.0]).to("cuda:0")

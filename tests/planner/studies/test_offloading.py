@@ -1,12 +1,14 @@
 """Hooks that send what is saved to the host: the bits of plain PyTorch, less on the device, what they take of the host."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu as torch_save_on_cpu
 
+from benchmarks.models.parts import FunctionModule
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure.steps import get_loss
@@ -88,22 +90,16 @@ def test_save_on_cpu_sends_as_many_bytes_as_pytorch(name: str) -> None:
     assert channels.memory.used_bytes == 0
 
 
-class Chain(nn.Module):
+def chain(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Exponentials of one another, each of which saves its output of 4 kB, and of a few bytes at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1000))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.weight
-        for _ in range(8):
-            x = (-x).exp()
-        return x[:10].exp().sum()
+    x = x * m.weight
+    for _ in range(8):
+        x = (-x).exp()
+    return x[:10].exp().sum()
 
 
 def test_a_stash_of_five_stays_and_small_tensors_and_parameters_do_too() -> None:
-    workload = Workload(Chain(), None, (torch.ones(1000),))
+    workload = Workload(FunctionModule(chain, weight=nn.Parameter(torch.zeros(1000))), None, (torch.ones(1000),))
     channels = HostChannels(torch.device("cpu"))
     copies: list[int] = []
     back = channels.reload

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.async_compile import AsyncCompile
 
+from benchmarks.models.parts import FunctionModule
 from planner.capture.kernels.variants import CompileVariant
 from planner.capture.signature import detach_batch
 from planner.capture.trace import capture_kernels
@@ -18,16 +19,10 @@ pytestmark = [
 ]
 
 
-class Step(nn.Module):
+def step_forward(m: Any, x: Tensor) -> Tensor:
     """A product that two kernels read, and a table that is part of what is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(32, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        table = torch.tensor([0.5, 2.0, 1.0, 4.0] * 8)
-        return ((x @ self.weight).sin() @ self.weight * table).square().sum()
+    table = torch.tensor([0.5, 2.0, 1.0, 4.0] * 8)
+    return ((x @ m.weight).sin() @ m.weight * table).square().sum()
 
 
 def test_kernels_are_those_that_the_compiled_step_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +42,7 @@ def test_kernels_are_those_that_the_compiled_step_calls(monkeypatch: pytest.Monk
         return run
 
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", kernel)
-    model, batch = Step(), detach_batch((torch.randn(32, 32),))
+    model, batch = FunctionModule(step_forward, weight=nn.Parameter(torch.ones(32, 32))), detach_batch((torch.randn(32, 32),))
     captured = capture_kernels(model, None, batch, variant=CompileVariant.DEFAULT)
     captured.whole(*batch).backward()
     assert set(called) == set(loaded)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import BudgetError, InfeasibleError, PlannerError
 from planner.train.backend import checkpoint
 from tests.support.distributed import on_processes
@@ -293,19 +294,10 @@ def test_a_model_without_a_graph_says_once_that_it_has_no_plan(plan: Callable[..
     model(x).sum().backward()
 
 
-class EndsInALoop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = stack(4), BreaksInALoop(8, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x))
-
-
 @pytest.mark.parametrize("plan", [planner.checkpoint, by_backend])
 def test_planned_graphs_leave_room_for_code_that_is_left_out(plan: Callable[..., Any]) -> None:
     torch.manual_seed(0)
-    tensor_bytes, model = 4 * 512 * 32, EndsInALoop()
+    tensor_bytes, model = 4 * 512 * 32, FunctionModule(lambda m, x: m.last(m.first(x)), first=stack(4), last=BreaksInALoop(8, 32))
     batch = (torch.randn(512, 32),)
     eager_bytes = measured_bytes(model, batch, step_of(model, batch))
     for budget, is_enough in ((eager_bytes - tensor_bytes, True), (8 * tensor_bytes, False)):

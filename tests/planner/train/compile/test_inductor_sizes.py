@@ -4,6 +4,7 @@ import copy
 import shutil
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import InfeasibleError
 from planner.capture.replay import collect_static
 from planner.capture.step import TrainingStep
@@ -31,17 +33,11 @@ pytestmark = [
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-class BySize(nn.Module):
+def by_size(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Other ops for few rows, and much that is there at a time for many."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = F.dropout(layer(x).sin(), 0.1) if len(x) > 20 else layer(x).cos()
-        return x
+    for layer in m.layers:
+        x = F.dropout(layer(x).sin(), 0.1) if len(x) > 20 else layer(x).cos()
+    return x
 
 
 def batch(rows: int) -> Batch:
@@ -51,7 +47,7 @@ def batch(rows: int) -> Batch:
 @pytest.mark.slow
 def test_each_size_is_compiled_and_planned_for_itself() -> None:
     torch.manual_seed(0)
-    model = BySize()
+    model = FunctionModule(by_size, layers=nn.ModuleList(nn.Linear(16, 16) for _ in range(4)))
     step = planner.compile(
         model,
         F.mse_loss,

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import TraceError
 from tests.support.marks import slow
 
@@ -414,38 +415,33 @@ def make_with_closures() -> tuple[nn.Module, list[Any]]:
         if value < lowest:
             lowest = value
 
-    class Closed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.best = nn.Linear(16, 16), math.inf
+    def closed(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        nonlocal falls
+        global HIGHEST
+        loss = F.mse_loss(m.layer(x), y)
 
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            nonlocal falls
-            global HIGHEST
-            loss = F.mse_loss(self.layer(x), y)
+        def note(value: float) -> None:
+            nonlocal lowest
+            lowest -= value
 
-            def note(value: float) -> None:
-                nonlocal lowest
-                lowest -= value
+        if loss.item() < lowest:
+            falls += 1
+            note(0.125)
+        if loss.item() > 0:
+            compare(loss.item())
+            HIGHEST = max(HIGHEST, loss.item())
+        log.append((lowest, falls, calls, HIGHEST))
+        log.append(loss.detach())
+        table["sum"] += loss.item()
+        table["count"] += 1
+        for meter in meters.values():
+            meter.update(loss.item(), len(y))
+        if loss.item() < m.best:
+            m.best = loss.item()
+            log.append(m.best)
+        return loss
 
-            if loss.item() < lowest:
-                falls += 1
-                note(0.125)
-            if loss.item() > 0:
-                compare(loss.item())
-                HIGHEST = max(HIGHEST, loss.item())
-            log.append((lowest, falls, calls, HIGHEST))
-            log.append(loss.detach())
-            table["sum"] += loss.item()
-            table["count"] += 1
-            for meter in meters.values():
-                meter.update(loss.item(), len(y))
-            if loss.item() < self.best:
-                self.best = loss.item()
-                log.append(self.best)
-            return loss
-
-    return Closed(), [log, table, vars(meters["loss"])]
+    return FunctionModule(closed, layer=nn.Linear(16, 16), best=math.inf), [log, table, vars(meters["loss"])]
 
 
 def test_what_is_recorded_in_closures_is_as_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:

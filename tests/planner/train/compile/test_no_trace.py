@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from graphs.errors import PlannerError, TraceError
 from planner.capture.frontend.preserved_state import UndoWrites, preserve_training_state
 from planner.capture.step import TrainingStep
@@ -169,21 +170,15 @@ def test_a_failure_inside_a_step_leaves_nothing() -> None:
     assert_no_trace(model, act)
 
 
-class Accumulates(nn.Module):
+def accumulates(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Writes to a tensor that is no buffer, which no capture takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.total = nn.Linear(16, 3), torch.zeros(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.total.add_(1)
-        return self.linear(x)
+    m.total.add_(1)
+    return m.linear(x)
 
 
 @pytest.mark.slow
 def test_tensors_that_are_no_buffers_are_put_back() -> None:
-    model = Accumulates()
+    model = FunctionModule(accumulates, linear=nn.Linear(16, 3), total=torch.zeros(3))
     with pytest.raises(TraceError):
         plan(model)
     assert torch.equal(model.total, torch.zeros(3))

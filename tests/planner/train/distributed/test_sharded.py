@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import planner
+from benchmarks.models.parts import FunctionModule
 from benchmarks.process_memory import read_status_bytes, reset_highest_rss
 from graphs.errors import BudgetError, EagerWarning, InfeasibleError, PlannerError, TraceError
 from graphs.options.gather import GATHER, REDUCE
@@ -745,3 +747,33 @@ def test_a_process_that_is_stopped_is_not_waited_for(when: str, settings: dict[s
 )
 def test_a_process_that_fails_or_ends_is_not_waited_for(how: str, settings: dict[str, Any], tmp_path: Path) -> None:
     on_processes(2, (partial(leave_alone, how=how, settings=settings),), tmp_path)
+
+
+def reads_table(m: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Two layers, and a table that is read after both: ops that gather stand before the op that reads it."""
+    hidden = m.second(torch.relu(m.first(x)))
+    found = m.table(rows)
+    return (hidden * found).sum()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("steps", [0, 5])  # the first ones are timed
+def test_an_op_that_fails_beside_gathers_is_named_at_its_line(steps: int) -> None:
+    model = FunctionModule(reads_table, first=nn.Linear(16, 16), second=nn.Linear(16, 16), table=nn.Embedding(4, 16))
+    for unit in (model.first, model.second, model):
+        fully_shard(unit)
+    step = planner.compile(model, None, (torch.randn(8, 16), torch.arange(8) % 4), budget="100%")
+    for _ in range(steps):
+        step(torch.randn(8, 16), torch.arange(8) % 4).backward()
+        model.zero_grad()
+    with pytest.raises(IndexError) as raised:
+        step(torch.randn(8, 16), torch.full((8,), 9))
+    assert traceback.extract_tb(raised.value.__traceback__)[-1].line == "found = m.table(rows)"
+    assert "by op 'embedding'" in raised.value.__notes__[0]

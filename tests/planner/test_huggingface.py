@@ -11,13 +11,12 @@ transformers = pytest.importorskip("transformers")
 
 import planner  # noqa: E402
 from graphs.errors import TraceError  # noqa: E402
-from planner.capture.step import TrainingStep  # noqa: E402
 from planner.capture.trace import capture  # noqa: E402
-from planner.measure.steps import measure_outcome  # noqa: E402
 from planner.runtime.executor import Executor  # noqa: E402
 from planner.torch_private.capture import FOLLOWS_COPIES  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402
 from tests.support.marks import slow  # noqa: E402
+from tests.support.models.outcomes import assert_exact  # noqa: E402
 from tests.support.models.steps import random_schedule  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("half_way")]
@@ -96,8 +95,7 @@ def test_a_random_schedule_is_exact(make: Callable[[], Case]) -> None:
     captured = capture(model, None, batch)
     schedule = random_schedule(captured.graph, 1)
     assert len(schedule.computed) > len(captured.graph.ops)
-    planned = measure_outcome(Executor(captured, schedule, model, None), model, batch, seed=1)
-    assert measure_outcome(TrainingStep(model, None), model, batch, seed=1).list_differences(planned) == ()
+    assert_exact(Executor(captured, schedule, model, None), model, batch)
 
 
 @pytest.mark.skipif(FOLLOWS_COPIES, reason="from torch 2.13 on Dynamo follows copy.deepcopy")
@@ -133,5 +131,4 @@ def test_a_compiled_model_is_exact(make: Callable[[], Case]) -> None:
     model.train()
     model.loss_type = "ForCausalLM"  # else GPT-2 logs that it has none, which breaks its graph
     compiled = torch.compile(model, backend="planner", dynamic=False, options={"budget": HALF_WAY, "tolerance": 0.05})
-    planned = measure_outcome(lambda **given: compiled(**given).loss, model, batch, seed=1)
-    assert measure_outcome(TrainingStep(model, None), model, batch, seed=1).list_differences(planned) == ()
+    assert_exact(lambda **given: compiled(**given).loss, model, batch)

@@ -1,5 +1,6 @@
 """Other devices from the command line and from Python: measured, planned with, run; and what is said where that cannot be."""
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from planner.settings.option_settings import apply_recorded_options, build_optio
 from planner.settings.other_devices import DEVICES_KEY, decode_devices, encode_devices, parse_device
 from tests.support.graphs.random_choices import found_in_a_step
 from tests.support.graphs.small_graphs import diamond
+from tests.support.models.outcomes import assert_equal_steps
 
 MODEL = "zoo:mlp,layers=1,width=24,batch=16,classes=5"
 SECOND = "cpu:1"
@@ -115,11 +117,7 @@ def test_compiled_step_with_placement_is_exact(tmp_path: Path) -> None:
     )
     assert list(other.plan.pool_peaks_bytes) == ["cpu:2"]  # that of the first is kept, and is for other devices
     assert step.plan.settings["options"] == ["placement"] and SECOND in step.plan.pool_peaks_bytes
-    loss = step(*batch)
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    eager = nn.functional.mse_loss(model(batch[0]), batch[1])
-    assert torch.equal(loss, eager)
-    assert all(map(torch.equal, gradients, torch.autograd.grad(eager, list(model.parameters()))))
+    assert_equal_steps(step, model, copy.deepcopy(model), *batch, loss_fn=nn.MSELoss())
     with pytest.raises(PlannerError, match=r"other_devices= and options=\['placement'\] go together"):
         planner.compile(model, nn.MSELoss(), batch, budget="100%", other_devices=[SECOND])
 

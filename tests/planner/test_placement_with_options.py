@@ -1,5 +1,6 @@
 """Plans with other devices and all other exact options: recorded, read again, run, and trained with."""
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from planner.show.facts.timeline import Timeline
 from planner.show.report.describe import plan_text
 from planner.show.report.page import render_page
 from tests.support.graphs.random_choices import any_schedule
+from tests.support.models.outcomes import assert_equal_steps
 
 SECOND = "cpu:1"
 FOUND = ["pack", "kernels", "in-place"]
@@ -104,13 +106,7 @@ def test_training_with_placement_and_options_equals_eager(monkeypatch: pytest.Mo
     step = compiled(model, loss_fn, batch, other_devices=[SECOND], compare_eager=False, cache=kept)
     assert step.plan.schedule == first.plan.schedule and list(step.plan.pool_peaks_bytes) == [SECOND, HOST]
     for planned in (first, step):
-        torch.manual_seed(1)
-        loss = planned(*batch)
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        torch.manual_seed(1)
-        eager = loss_fn(model(batch[0]), batch[1])
-        assert torch.equal(loss, eager)
-        assert all(map(torch.equal, gradients, torch.autograd.grad(eager, list(model.parameters()))))
+        assert_equal_steps(planned, model, copy.deepcopy(model), *batch, loss_fn=loss_fn)
 
 
 @pytest.mark.slow

@@ -11,16 +11,15 @@ from torch import nn
 
 from benchmarks.models.parts import FunctionModule
 from planner.capture.rewrites import batch_norms
-from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.measure.steps import measure_outcome
 from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
 from planner.torch_private.core import DispatchKey, register_python_kernels, scoped_library
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
 from tests.support.marks import slow
+from tests.support.models.outcomes import assert_equal_steps, assert_exact
 from tests.support.models.steps import random_schedule
 
 aten = torch.ops.aten
@@ -79,8 +78,7 @@ def test_eager_kernel_is_captured(norm: nn.Module, training: bool, targets: tupl
         return  # no such kernel on the CPU
     captured = profile_capture(captured, Workload(model, F.cross_entropy, batch), PlanSettings())
     planned = Executor(captured, random_schedule(captured.graph, seed), model, F.cross_entropy)
-    expected = measure_outcome(TrainingStep(model, F.cross_entropy), model, batch)
-    assert expected.list_differences(measure_outcome(planned, model, batch)) == ()
+    assert_exact(planned, model, batch, F.cross_entropy)
 
 
 def test_torch_compile_recomputes_without_running_statistics(chosen_on_cuda: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,10 +88,7 @@ def test_torch_compile_recomputes_without_running_statistics(chosen_on_cuda: lis
     norms = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(8, 8), nn.BatchNorm1d(8))))
     model, x = nn.Sequential(norms, nn.Linear(8, 1)), torch.randn(512, 8)
     twin = copy.deepcopy(model)
-    model(x).sum().backward()
     with half_way_known():
-        torch.compile(twin, backend="planner", options={"budget": HALF_WAY})(x).sum().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+        assert_equal_steps(torch.compile(twin, backend="planner", options={"budget": HALF_WAY}), twin, model, x)
     assert chosen_on_cuda  # some are recomputed
     assert not any(chosen_on_cuda)

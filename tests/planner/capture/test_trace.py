@@ -17,13 +17,14 @@ from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.measure.steps import get_loss, measure_outcome
+from planner.measure.steps import get_loss
 from planner.measure.tracing import profile_capture
 from planner.native.library import wait_for_library
 from planner.native.passes import use_python_passes
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
 from tests.support.marks import slow, slow_among
+from tests.support.models.outcomes import assert_exact
 from tests.support.models.steps import STEPS, capture_of, classes, make, random_schedule, schedule_of
 
 
@@ -54,9 +55,7 @@ def test_copies_before_in_place_writes_are_dropped() -> None:
     captured = capture(*workload)
     assert ops_called(captured.graph, "aten.clone.default") == []
     planned = Executor(captured, random_schedule(captured.graph, 3), workload.model, workload.loss_fn)
-    eager = TrainingStep(workload.model, workload.loss_fn)
-    wanted = measure_outcome(eager, workload.model, workload.batch, seed=1)
-    assert wanted.list_differences(measure_outcome(planned, workload.model, workload.batch, seed=1)) == ()
+    assert_exact(planned, workload.model, workload.batch, workload.loss_fn)
 
 
 def test_returned_copies_and_copies_of_overwritten_values_stay() -> None:
@@ -270,9 +269,7 @@ def test_statistics_are_updated_once_however_often_a_batch_norm_is_executed(nati
     assert wait_for_library()
     with use_python_passes() if not native else torch.enable_grad():
         planned = Executor(captured, schedule_of(graph, computed), workload.model, workload.loss_fn)
-        found = measure_outcome(planned, workload.model, workload.batch)
-    expected = measure_outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch)
-    assert expected.list_differences(found) == ()
+        assert_exact(planned, workload.model, workload.batch, workload.loss_fn)
     assert "_native_batch_norm_legit_no_stats" in planned.launched.source
 
 
@@ -296,8 +293,7 @@ def test_statistics_that_others_read_are_written_by_copies(function: Any, seed: 
     captured = profile_capture(capture(*workload), workload, PlanSettings())
     assert IN_PLACE not in _count_targets(captured.graph)
     planned = Executor(captured, random_schedule(captured.graph, seed), *workload[:2])
-    expected = measure_outcome(TrainingStep(*workload[:2]), model, workload.batch)
-    assert expected.list_differences(measure_outcome(planned, model, workload.batch)) == ()
+    assert_exact(planned, model, workload.batch, workload.loss_fn)
 
 
 def _add_one(steps: torch.Tensor) -> None:

@@ -16,10 +16,11 @@ from graphs.schedule import keep_everything
 from planner.capture.rewrites.layouts import copy_with_strides
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.measure.steps import get_loss, measure_memory, measure_outcome
+from planner.measure.steps import get_loss, measure_memory
 from planner.runtime.executor import Executor
 from tests.support.marks import slow_among
 from tests.support.models.eager_ops import Last, captured_as_eager, on_parameter, weighted
+from tests.support.models.outcomes import assert_exact
 
 RESIZES = [
     ("linear", (2, 3, 7), {"size": 5, "align_corners": True}, torch.float32),
@@ -111,16 +112,10 @@ def test_prod_gradient_is_bitwise_equal_to_eager(zeros: int, kwargs: dict[str, A
     captured = capture(model, None, ())
     assert [op.target for op in captured.graph.ops].count("planner.prod_backward.default") == 1
     step = Executor(captured, keep_everything(captured.graph), model, None)
-    assert (
-        measure_outcome(TrainingStep(model, None), model, (), seed=3).list_differences(measure_outcome(step, model, (), seed=3))
-        == ()
-    )
+    assert_exact(step, model, ())
     with torch.no_grad():
         model.value[2] = 0  # the same plan, zeros elsewhere
-    assert (
-        measure_outcome(TrainingStep(model, None), model, (), seed=3).list_differences(measure_outcome(step, model, (), seed=3))
-        == ()
-    )
+    assert_exact(step, model, ())
 
 
 class Segmentation(nn.Module):
@@ -202,8 +197,7 @@ def test_data_read_only_in_eager_is_no_condition() -> None:
     captured = capture(model, None, (mask,))
     assert captured.conditions is None  # another mask can follow
     mask[3] = False
-    eager, step = TrainingStep(model, None), Executor(captured, keep_everything(captured.graph), model, None)
-    assert measure_outcome(eager, model, (mask,), seed=3).list_differences(measure_outcome(step, model, (mask,), seed=3)) == ()
+    assert_exact(Executor(captured, keep_everything(captured.graph), model, None), model, (mask,))
 
 
 @pytest.mark.parametrize("fill", ["bernoulli_", "uniform_", "exponential_", "normal_", "log_normal_", "cauchy_"])

@@ -47,6 +47,7 @@ from tests.support.budgets import HALF_WAY, on_the_way
 from tests.support.logs import lines_of
 from tests.support.marks import slow_except
 from tests.support.memory_limits.steps import CHECKS, run_check
+from tests.support.models.outcomes import assert_equal_steps
 from tests.support.models.placed import SECOND, on_pools, placed_at_random, profiled, undone_and_right_again
 from tests.support.models.steps import STEPS, capture_of, make, random_schedule, solve_for
 from tests.support.processes import run_apart
@@ -68,14 +69,7 @@ def test_compiled_step_is_exact_within_its_budget() -> None:
     step = planner.compile(*workload, budget=HALF_WAY, tolerance=0.05, passes=1, time_limit_s=20.0)
     assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
     assert step.plan.overhead > 0
-    torch.manual_seed(3)
-    loss = step(*workload.batch)
-    loss.backward()
-    gradients = {name: p.grad for name, p in workload.model.named_parameters()}
-    workload.model.zero_grad()
-    torch.manual_seed(3)
-    workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1]).backward()
-    assert all(torch.equal(gradients[name], p.grad) for name, p in workload.model.named_parameters())
+    assert_equal_steps(step, workload.model, copy.deepcopy(workload.model), *workload.batch, loss_fn=workload.loss_fn)
     assert re.search(r"peak .* predicted, .* measured .*\nstep time (measured|predicted) ", str(step.plan))
 
 
@@ -249,11 +243,7 @@ def test_a_module_that_is_replaced_is_trained_by_the_same_plan() -> None:
     captured = capture_of("frozen")
     step = Executor(captured, schedule_of(captured.graph, range(len(captured.graph.ops))), workload.model, workload.loss_fn)
     workload.model.head = copy.deepcopy(workload.model.head)
-    step(*workload.batch).backward()
-    planned = workload.model.head.weight.grad
-    workload.model.zero_grad()
-    workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1]).backward()
-    assert torch.equal(planned, workload.model.head.weight.grad)
+    assert_equal_steps(step, workload.model, copy.deepcopy(workload.model), *workload.batch, loss_fn=workload.loss_fn)
 
 
 def test_dispatch_mode_around_the_step_is_accepted() -> None:

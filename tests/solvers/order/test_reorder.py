@@ -19,7 +19,6 @@ from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from graphs.synthetic.small import make_chain, make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.cli.main import main
-from planner.measure.steps import measure_outcome
 from planner.plans.summary import summarize
 from planner.runtime.executor import Executor
 from planner.studies.curve import solve_curve
@@ -36,6 +35,7 @@ from solvers.result import Ending, Result, SolveProgress, Status
 from solvers.tolerance import Tolerance
 from tests.support.budgets import peak_bytes
 from tests.support.marks import slow
+from tests.support.models.outcomes import assert_exact
 from tests.support.models.steps import capture_of, make, random_schedule
 from tests.support.solvers.answers import ask
 
@@ -257,12 +257,9 @@ def test_a_step_in_another_order_is_the_same_to_the_last_bit(name: str) -> None:
     captured = capture_of(name)
     found = find_order(captured.graph)
     assert found.changed
-    eager = measure_outcome(
-        lambda *batch: workload.loss_fn(workload.model(*batch[:-1]), batch[-1]), workload.model, workload.batch, seed=3
-    )
     for schedule in schedules(found):
         step = Executor(captured, schedule, workload.model, workload.loss_fn)
-        assert eager.list_differences(measure_outcome(step, workload.model, workload.batch, seed=3)) == ()
+        assert_exact(step, workload.model, workload.batch, workload.loss_fn)
 
 
 def test_stand_ins_stay_before_the_readers_of_their_outputs() -> None:

@@ -25,6 +25,7 @@ from planner.measure import tracing
 from planner.plans.solve import solve
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
+from tests.support.models.outcomes import assert_equal_steps
 
 _MMAP_THRESHOLD = -3  # of mallopt
 _MB = 10**6
@@ -177,14 +178,7 @@ def torch_compile() -> None:
         del out
     assert seen == {("forward", True), ("backward", True)}, seen
     model.load_state_dict(twin.state_dict())
-    losses = []
-    for run in (compiled, twin):
-        run.zero_grad()
-        torch.manual_seed(3)
-        losses.append(F.mse_loss(run(given[0]), given[1]))
-        losses[-1].backward()
-    assert torch.equal(*losses)
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert_equal_steps(compiled, model, twin, given[0])
 
 
 CHECKS: dict[str, Callable[[], None]] = {

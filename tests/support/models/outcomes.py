@@ -21,7 +21,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.measure.pool_memory import measure_peak
-from planner.measure.steps import StepOutcome, get_loss, measure_outcome
+from planner.measure.steps import StepOutcome, get_loss, measure_memory, measure_outcome
 from planner.runtime.allocator import measure_memory_rise
 from planner.runtime.executor import Executor
 from tests.support.models.steps import random_schedule
@@ -67,7 +67,7 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
 def assert_equal_steps(
     step: Callable[..., Any], model: nn.Module, twin: nn.Module, *batch: Any, loss_fn: Any = None, steps: int = 1, seed: int = 1
 ) -> None:
-    """Compare steps of `model` with those of `twin` in eager PyTorch: results, gradients and buffers, to the last bit."""
+    """Compare steps of `model` with those of `twin` in eager PyTorch: results, gradients, buffers and random state."""
     eager = twin if loss_fn is None else TrainingStep(twin, loss_fn)
     for _ in range(steps):
         found: list[dict[str, torch.Tensor]] = []
@@ -77,9 +77,24 @@ def assert_equal_steps(
             result = get_loss(run(*batch))
             result.square().sum().backward()
             gradients = {f"gradient of {name}": p.grad for name, p in of.named_parameters() if p.grad is not None}
-            found.append({"result": result.detach(), **dict(of.named_buffers()), **gradients})
+            found.append({"result": result.detach(), "random": torch.get_rng_state(), **dict(of.named_buffers()), **gradients})
         assert_same(*found)
     model.zero_grad(), twin.zero_grad()
+
+
+def assert_exact(step: Callable[..., Any], model: nn.Module, batch: Batch, loss_fn: Any = None, *, seed: int = 1) -> None:
+    """Compare a step with eager PyTorch from one state of `model`, which both leave as it was."""
+    wanted = measure_outcome(TrainingStep(model, loss_fn), model, batch, seed=seed)
+    assert wanted.list_differences(measure_outcome(step, model, batch, seed=seed)) == ()
+
+
+def assert_exact_within_budget(step: Any, model: nn.Module, batch: Batch, loss_fn: Any = None) -> None:
+    """Compare a step of ``planner.compile`` with eager PyTorch, and its peak with the budget, in this step and the next."""
+    model.zero_grad()
+    assert_exact(step, model, batch, loss_fn)
+    static_bytes = step.plans[-1].graph.static_bytes - 4  # without the gradient of the loss
+    again = measure_memory(step, batch, static_bytes=static_bytes, device=torch.device("cpu"))
+    assert again.peak_bytes <= step.plans[-1].budget_bytes == step.plan.budget_bytes
 
 
 def executor(model: nn.Module, batch: Batch, loss_fn: Any = None) -> Executor:

@@ -12,10 +12,8 @@ from torch import nn
 
 import planner
 from planner.capture.signature import Batch
-from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure.run_plan import run
-from planner.measure.steps import measure_outcome
 from planner.memory.arena_rules import LEAST_BYTES
 from planner.plans.plan import read_plan
 from planner.runtime import arena, arena_allocator
@@ -27,26 +25,12 @@ from planner.train.compile.dynamic import DynamicStep
 from planner.train.compile.step import PlannedStep
 from tests.support.logs import lines_of
 from tests.support.marks import slow
-from tests.support.models.outcomes import peak_bytes
+from tests.support.models.outcomes import assert_exact, assert_same, peak_bytes, train, train_by
 from tests.support.models.steps import make
 
 TANGENT_BYTES = 4  # the gradient of the loss, which autograd makes
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
-
-
-def trained(step: object, model: nn.Module, workload: Workload, *, steps: int = 3) -> list[torch.Tensor]:
-    """The losses of `steps`, and the parameters behind them."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for seed in range(steps):
-        torch.manual_seed(seed)
-        optimizer.zero_grad()
-        loss = step(*workload.batch)
-        loss.backward()
-        losses.append(loss.detach())
-        optimizer.step()
-    return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
 def compiled(name: str, budget: str = "70%", **how: object) -> tuple[PlannedStep, Workload]:
@@ -62,11 +46,11 @@ def test_trains_as_without_an_arena(kernels: str) -> None:
     step, workload = compiled("gpt2_sdpa", kernels=kernels)
     other = copy.deepcopy(workload)
     if kernels == "eager":
-        wanted = trained(lambda x, y: other.loss_fn(other.model(x), y), other.model, workload)
+        wanted = train(other, None)
     else:
         plain = planner.compile(*other, budget="100%", passes=1, wait="5%", kernels=kernels, compare_eager=False)
-        wanted = trained(plain, other.model, workload)
-    assert all(map(torch.equal, wanted, trained(step, workload.model, workload)))
+        wanted = train_by(plain, other.model, [workload.batch] * 3)
+    assert_same(wanted, train_by(step, workload.model, [workload.batch] * 3))
     plan = step.plan
     assert plan.eager.identical
     assert plan.measured_peak_bytes == plan.graph.static_bytes + plan.arena_bytes + plan.outside_arena_bytes
@@ -152,9 +136,7 @@ def test_plans_for_several_sizes_share_a_slab(how: dict[str, bool]) -> None:
     for length in (48, 33, 52, 48, 33, 52):
         batch = tokens(4, length)
         workload.model.zero_grad()
-        eager = measure_outcome(TrainingStep(*workload[:2]), workload.model, batch, seed=1)
-        workload.model.zero_grad()
-        assert not eager.list_differences(measure_outcome(step, workload.model, batch, seed=1))
+        assert_exact(step, workload.model, batch, workload.loss_fn)
         plan = step.plan
         assert taken_bytes(step, workload, batch) <= plan.outside_arena_bytes + TANGENT_BYTES
         last = step._shown if isinstance(step, DynamicStep) else step._kept[0]

@@ -8,11 +8,10 @@ from torch import nn
 
 import planner
 from graphs.errors import InfeasibleError
-from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.measure.steps import measure_memory, measure_outcome
 from planner.train.compile.dynamic import DynamicStep
 from tests.support.budgets import HALF_WAY
+from tests.support.models.outcomes import assert_exact, assert_exact_within_budget
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("half_way")]
 
@@ -45,18 +44,9 @@ def planned(workload: Workload, first: Tokens, **options: int) -> DynamicStep:
 
 
 def check(step: DynamicStep, workload: Workload, batch: Tokens) -> None:
-    """As eager to the last bit, and within the budget the first time and after."""
-    workload.model.zero_grad()
-    found = measure_outcome(step, workload.model, batch, seed=1)
-    assert (
-        measure_outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, batch, seed=1).list_differences(found)
-        == ()
-    )
+    assert_exact_within_budget(step, workload.model, batch, workload.loss_fn)
     assert step.plans[-1] == step.plan
     assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
-    tangent = 4
-    again = measure_memory(step, batch, static_bytes=step.plan.graph.static_bytes - tangent, device=torch.device("cpu"))
-    assert again.peak_bytes <= step.plan.budget_bytes
 
 
 @pytest.mark.slow
@@ -104,8 +94,7 @@ def test_ops_may_change_with_the_size() -> None:
     step = planner.compile(model, None, (torch.randn(16, 8),), budget="1MB", dynamic=True, passes=1)
     for rows in (12, 24):
         batch = (torch.randn(rows, 8),)
-        found = measure_outcome(step, model, batch, seed=1)
-        assert measure_outcome(TrainingStep(model, None), model, batch, seed=1).list_differences(found) == ()
+        assert_exact(step, model, batch)
 
 
 def test_plans_of_all_sizes_are_kept_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

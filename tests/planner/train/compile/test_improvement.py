@@ -20,7 +20,6 @@ from graphs.ir import Graph
 from graphs.simulate import simulate
 from graphs.synthetic.small import make_chain
 from planner.measure.observation import OpTimer, PeakWatch, set_times
-from planner.measure.steps import measure_outcome
 from planner.plans import background
 from planner.plans.background import BackgroundSolve, Ended, SolveJob, solve_here
 from planner.plans.plan import Plan, read_plan
@@ -41,6 +40,7 @@ from solvers.result import compute_gap
 from solvers.tolerance import Tolerance
 from tests.support.budgets import between
 from tests.support.models.alternatives import in_chunks, make, schedule_with
+from tests.support.models.outcomes import assert_exact
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -129,8 +129,7 @@ def planned(model: nn.Module, batch: Batch, **options: object) -> planner.Planne
 
 def assert_trains_as_eager(step: planner.PlannedStep, model: nn.Module, batch: Batch, seeds: Iterable[int]) -> None:
     for seed in seeds:
-        wanted = measure_outcome(lambda x, y: F.mse_loss(model(x), y), model, batch, seed=seed)
-        assert wanted.list_differences(measure_outcome(step, model, batch, seed=seed)) == ()
+        assert_exact(step, model, batch, F.mse_loss, seed=seed)
 
 
 def above_by(excess_bytes: int, budget_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from planner.measure.steps import get_loss
 from planner.runtime.executor import Executor
 from tests.support.budgets import HALF_WAY
 from tests.support.marks import slow, slow_except
-from tests.support.models.outcomes import assert_equal_steps
+from tests.support.models.outcomes import assert_equal_steps, assert_same
 from tests.support.models.steps import make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -104,8 +104,7 @@ def test_a_loop_trains_as_eager_does(name: str) -> None:
     eager = workload._replace(model=copy.deepcopy(workload.model))
     found = train(planned(workload, options.get("context", nullcontext)), workload, **options)
     wanted = train(TrainingStep(eager.model, eager.loss_fn), eager, **options)
-    assert found.keys() == wanted.keys()
-    assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+    assert_same(found, wanted)
 
 
 def test_another_precision_is_refused() -> None:

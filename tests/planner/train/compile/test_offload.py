@@ -1,5 +1,6 @@
 """``planner.compile(..., options=["offload"])``, and what it goes with."""
 
+import copy
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.settings.link import get_measured_link
 from tests.support.cli import call
+from tests.support.models.outcomes import assert_equal_steps
 from tests.support.models.steps import make
 from tests.support.raised_warnings import raise_warnings
 
@@ -48,17 +50,7 @@ def test_compiled_step_with_offload_is_exact_within_both_budgets(tmp_path: Path)
     assert "Host memory" in (tmp_path / "report.html").read_text()
     ran = [event["cat"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
     assert len(ran) - ran.count("wait") == len(plan.schedule.computed)
-    torch.manual_seed(3)
-    loss = step(*workload.batch)
-    loss.backward()
-    gradients = {name: p.grad for name, p in workload.model.named_parameters()}
-    state = torch.get_rng_state()
-    workload.model.zero_grad()
-    torch.manual_seed(3)
-    expected = workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1])
-    expected.backward()
-    assert torch.equal(loss, expected) and torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(gradients[name], p.grad) for name, p in workload.model.named_parameters())
+    assert_equal_steps(step, workload.model, copy.deepcopy(workload.model), *workload.batch, loss_fn=workload.loss_fn)
 
 
 def test_the_link_is_measured_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,11 +119,7 @@ def test_replanned_steps_share_the_hosts_memory() -> None:
     found = []
     for scale in (1.0, 2.0, 1.0):
         model.scale = scale
-        torch.manual_seed(1)
-        loss = step(*workload.batch)
-        loss.backward()
-        torch.manual_seed(1)
-        assert torch.equal(loss, workload.loss_fn(model(workload.batch[0]), workload.batch[1]))
+        assert_equal_steps(step, model, copy.deepcopy(model), *workload.batch, loss_fn=workload.loss_fn)
         found.append((step.plan, step.debug.devices.host))
     assert found[0][1] is found[1][1] is found[2][1]
 
@@ -144,16 +132,7 @@ def test_plans_of_varying_sizes_copy_and_share_the_hosts_memory() -> None:
     copied = 0
     for size in (64, 56, 52, 56):
         batch = tuple(value[:size] for value in workload.batch)
-        workload.model.zero_grad()
-        torch.manual_seed(size)
-        loss = step(*batch)
-        loss.backward()
-        gradients = [p.grad for p in workload.model.parameters()]
-        torch.manual_seed(size)
-        expected = workload.loss_fn(workload.model(batch[0]), batch[1])
-        assert torch.equal(loss, expected)
-        pairs = zip(gradients, torch.autograd.grad(expected, list(workload.model.parameters())), strict=True)
-        assert all(torch.equal(found, wanted) for found, wanted in pairs)
+        assert_equal_steps(step, workload.model, copy.deepcopy(workload.model), *batch, loss_fn=workload.loss_fn)
         assert step.debug.devices.host is host and host.used_bytes == 0
         assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
         copied += step.plan.copied > 0

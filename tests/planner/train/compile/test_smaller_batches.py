@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import planner
 from graphs.errors import BudgetError, MismatchError
 from planner.capture.step import TrainingStep
-from planner.measure.steps import measure_memory, measure_outcome
+from planner.measure.steps import measure_memory
 from planner.train.backend.shared_budget import SharedBudget
 from planner.train.compile.compiler import Compiler
 from planner.train.compile.dynamic import DynamicStep
 from tests.support.budgets import HALF_WAY
 from tests.support.marks import slow
-from tests.support.models.outcomes import assert_equal_steps
+from tests.support.models.outcomes import assert_equal_steps, assert_exact, assert_exact_within_budget, assert_same, train_by
 from tests.support.raised_warnings import raise_warnings
 
 pytestmark = pytest.mark.usefixtures("half_way")
@@ -44,39 +44,19 @@ def rows(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n, 32), torch.randint(3, (n,))
 
 
-def check(step: Callable[..., Any], model: nn.Module, loss_fn: Callable[..., Any] | None, batch: Any) -> None:
-    """As eager PyTorch to the last bit, and within the budget."""
-    model.zero_grad()
-    found = measure_outcome(step, model, batch, seed=1)
-    assert measure_outcome(TrainingStep(model, loss_fn), model, batch, seed=1).list_differences(found) == ()
-    plan = step.plans[-1]
-    model.zero_grad()
-    again = measure_memory(step, batch, static_bytes=plan.graph.static_bytes - 4, device=torch.device("cpu"))
-    assert again.peak_bytes <= plan.budget_bytes == step.plan.budget_bytes
-
-
 @pytest.mark.usefixtures("plans_soon")
 def test_the_default_loader_trains_for_two_epochs_as_eager() -> None:
     data = TensorDataset(*rows(70))
 
-    def train(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor]:
-        optimizer = torch.optim.AdamW(model.parameters())
-        torch.manual_seed(1)
-        losses = []
-        for _ in range(2):
-            for x, y in DataLoader(data, batch_size=32):  # 32, 32 and 6 rows
-                loss = step(x, y)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach())
-        return [*losses, *model.state_dict().values()]
+    def train(model: nn.Module, step: Callable[..., Any]) -> dict[str, torch.Tensor]:
+        batches = (batch for _ in range(2) for batch in DataLoader(data, batch_size=32))  # of 32, 32 and 6 rows
+        return train_by(step, model, batches)
 
     model, plain = net(), net()
     step = planner.compile(model, F.cross_entropy, rows(32), budget=HALF_WAY, optimizer="adamw", **QUICK)
     with raise_warnings():
         found = train(model, step)
-    assert all(map(torch.equal, found, train(plain, lambda x, y: F.cross_entropy(plain(x), y))))
+    assert_same(found, train(plain, TrainingStep(plain, F.cross_entropy)))
     assert not isinstance(step, DynamicStep)
     assert [plan.graph.provenance["inputs"][0] for plan in step.plans] == ["float32[32, 32]", "float32[6, 32]"]
     assert step.plan is step.plans[0]  # that of the size it was planned for
@@ -89,7 +69,7 @@ def test_smaller_batches_keep_the_budget_and_larger_ones_are_refused() -> None:
     for n in (60, 2, 33, 60):
         model.zero_grad()
         step(*rows(n))  # by eager PyTorch when it first comes, if that fits
-        check(step, model, F.cross_entropy, rows(n))
+        assert_exact_within_budget(step, model, rows(n), F.cross_entropy)
     assert len(step.plans) == 3  # two of smaller sizes
     for batch in (rows(65), (torch.randn(64, 16), rows(64)[1]), (torch.randn(60, 32).double(), rows(60)[1])):
         with pytest.raises(MismatchError):
@@ -171,13 +151,11 @@ def test_masks_dicts_and_numbers_that_depend_on_the_rows(*, dynamic: bool) -> No
     step = planner.compile(model, None, masked(12), budget=HALF_WAY, dynamic=dynamic, **QUICK)
     for n in (12, 5, 1, 5):
         batch = masked(n)
-        found = measure_outcome(step, model, batch, seed=1)
-        assert measure_outcome(TrainingStep(model, None), model, batch, seed=1).list_differences(found) == ()
+        assert_exact(step, model, batch)
     batch = masked(12)
     batch["extra"]["items"] = 7
     with pytest.warns(UserWarning, match=r"captured again: input 'extra'\['items'\] is 7, but the step was planned for 108"):
-        found = measure_outcome(step, model, batch, seed=1)
-    assert measure_outcome(TrainingStep(model, None), model, batch, seed=1).list_differences(found) == ()
+        assert_exact(step, model, batch)
 
 
 def test_gradients_accumulate_over_whole_and_smaller_batches() -> None:

@@ -96,11 +96,6 @@ def test_run_of_a_chunked_plan_reports_its_differences(workload: Workload, plan:
     assert run_data(report)["differs"] == list(plan.differs)
 
 
-def test_a_plan_of_another_step_is_refused(plan: Plan) -> None:
-    with pytest.raises(MismatchError, match="the plan is for another graph"):
-        run_plan.run(plan, *make("summed"), repeats=1)
-
-
 def test_training_with_chunks_reports_rounding_without_warnings(
     workload: Workload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

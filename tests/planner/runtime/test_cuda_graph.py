@@ -25,19 +25,12 @@ from planner.train.compile.planning import Planning
 from planner.train.distributed.ranks import SingleProcess
 from planner.train.distributed.wrappers import Unwrapped, unwrap
 from tests.support.cuda_device import on_device
-from tests.support.cuda_device.steps import LOOPS, MODELS, dropout_and_norm, recorded, train
-from tests.support.marks import slow_among, slow_except
+from tests.support.cuda_device.steps import MODELS, dropout_and_norm, recorded, train
+from tests.support.marks import slow_among
 from tests.support.models.outcomes import assert_same
 from tests.support.models.steps import make, random_schedule
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("_stand_in")]
-
-
-@pytest.mark.parametrize("loop", slow_except(LOOPS, "accumulated, clipped"))
-def test_a_recorded_step_trains_as_eager_does(loop: str) -> None:
-    workload, other = dropout_and_norm(), dropout_and_norm()
-    step = TrainingStep(other.model, other.loss_fn)
-    assert_same(train(other, step, **LOOPS[loop]), train(workload, recorded(workload), **LOOPS[loop]))
 
 
 @pytest.mark.parametrize("name", slow_among(MODELS, "vit", "tied", "frozen"))

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import planner
 from benchmarks.storages import LiveStorages
@@ -88,52 +86,6 @@ def test_an_op_on_a_channel_is_refused() -> None:
         Executor(aside, schedule, workload.model, workload.loss_fn)
 
 
-def test_extra_outputs_are_returned_detached() -> None:
-    model = nn.Linear(4, 3)
-    x, y = torch.randn(5, 4), torch.randint(3, (5,))
-
-    def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return F.cross_entropy(logits, target), logits, (logits.argmax(1) == target).float().mean()
-
-    captured = capture(model, loss_fn, (x, y))
-    loss, logits, accuracy = Executor(captured, keep_everything(captured.graph), model, loss_fn)(x, y)
-    assert torch.equal(logits, model(x))
-    assert not logits.requires_grad
-    assert not accuracy.requires_grad
-    loss.backward()
-    assert model.weight.grad is not None
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda x, y: (x[:2], y[:2]), "int64\\[2, 48\\], but the step was planned for int64\\[4, 48\\]"),
-        (lambda x, y: (x.int(), y), "int32\\[4, 48\\], but the step was planned for int64"),
-        (lambda x, y: (x,), "the batch has input 0, but the step was planned for input 0, input 1"),
-        (lambda x, y: (x, "target"), "input 1 of the batch is str"),
-    ],
-    ids=["shape", "dtype", "missing", "no tensor"],
-)
-def test_another_batch_is_refused(change, message: str) -> None:
-    step, batch = executor()
-    with pytest.raises(MismatchError, match=message):
-        step(*change(*batch))
-
-
-def test_another_mode_is_refused() -> None:
-    workload = make("gpt2_sdpa")
-    captured = capture_of("gpt2_sdpa")
-    step = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
-    workload.model.eval()
-    with pytest.raises(MismatchError, match=r"train\(\) or eval\(\)"):
-        step(*workload.batch)
-    workload.model.train()
-    step(*workload.batch)
-    next(workload.model.parameters()).requires_grad_(requires_grad=False)
-    with pytest.raises(MismatchError, match="requires_grad"):
-        step(*workload.batch)
-
-
 def test_a_second_backward_needs_the_graph_to_be_retained() -> None:
     step, batch = executor()
     loss = step(*batch)
@@ -164,15 +116,6 @@ def test_two_forwards_before_one_backward() -> None:
     first, second = (other.loss_fn(other.model(other.batch[0]), other.batch[1]) for _ in range(2))
     (first + 2 * second).backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(planned, other.model.parameters(), strict=True))
-
-
-def test_gradients_accumulate() -> None:
-    step, batch = executor("frozen")
-    step(*batch).backward()
-    once = [None if p.grad is None else p.grad.clone() for p in step.training_step.parameters()]
-    step(*batch).backward()
-    for before, parameter in zip(once, step.training_step.parameters(), strict=True):
-        assert (before is None and parameter.grad is None) or torch.equal(2 * before, parameter.grad)
 
 
 def test_nothing_is_left_in_memory() -> None:

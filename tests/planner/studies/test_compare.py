@@ -229,11 +229,6 @@ def test_a_stopped_comparison_goes_on_later(graph: Graph, tmp_path: Path) -> Non
     assert {row.method for row in compare(graph, ["80%"], ["keep-everything", "lru"], tmp_path)} == {"keep-everything", "lru"}
 
 
-def test_rows_are_read_as_they_were_written(rows: list[ComparisonRow], tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.csv", ComparisonRow, rows)
-    assert read_rows(tmp_path / "rows.csv", ComparisonRow) == rows
-
-
 def test_the_table_has_the_best_in_bold_and_the_bound_last(rows: list[ComparisonRow]) -> None:
     text = format_tables(rows)
     lines = [line for line in text.splitlines() if line.startswith("| ")]
@@ -266,11 +261,6 @@ def test_cell_text_names_the_reason_of_a_failure(rows: list[ComparisonRow]) -> N
         Reason.TIME: "time",
     }
     assert format_cell(replace(row, status="infeasible", reason="")) == "infeasible"
-
-
-def test_table_and_figures_are_written(rows: list[ComparisonRow], tmp_path: Path) -> None:
-    write_report(rows, tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {"table.md", "overhead.png", "memory.png"}
 
 
 @pytest.mark.parametrize(

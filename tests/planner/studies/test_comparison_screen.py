@@ -70,15 +70,6 @@ def test_compare_needs_no_matplotlib(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert sorted(path.name for path in folder.iterdir()) == ["rows.csv", "table.md"]
 
 
-def test_compare_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    graph, folder = tmp_path / "model.json", tmp_path / "out"
-    write_graph(make_training_chain(4), graph)
-    said = call(capsys, "compare", graph, "--budgets", "100%", "--methods", "windows", "--jobs", "1", "-o", folder)
-    assert f"written to {folder}: rows.csv, table.md, overhead.png, memory.png" in said.out
-    assert {path.name for path in folder.iterdir()} == {"rows.csv", "table.md", "overhead.png", "memory.png"}
-
-
 def test_compare_says_why_a_named_method_does_not_apply(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph, folder = tmp_path / "model.json", tmp_path / "out"
     write_graph(make_training_chain(4), graph)

@@ -169,12 +169,13 @@ def test_the_order_of_names_does_not_matter() -> None:
         ({"scale": torch.tensor(0.5)}, r"input 'scale' is tensor\(0.5000\), but the step was planned for 0.5"),
         ({"mask": None}, r"input 'mask' of the batch is NoneType, but the step was planned for a tensor float32\[5, 16\]"),
         ({"mask": torch.ones(5, 1)}, r"input 'mask' of the batch is float32\[5, 1\], but .*dynamic=True"),
+        ({"x": torch.randn(5, 16).double()}, r"float64\[5, 16\], but the step was planned for float32"),
         (
             {"more": 1},
             r"the batch has .*input 'more', but the step was planned for input 'x', input 'target', input 'mask', input",
         ),
     ],
-    ids=["number", "tensor", "none", "shape", "more"],
+    ids=["number", "tensor", "none", "shape", "dtype", "more"],
 )
 def test_another_batch_is_refused(change: dict[str, object], message: str) -> None:
     batch = named(mask=torch.ones(5, 16), scale=0.5)

@@ -97,14 +97,15 @@ def test_peaks_are_exact_and_ops_counted() -> None:
     assert sessions[0].ops == sessions[1].ops > 100
 
 
-def failing_chain(failing: Failing, run: Run) -> Rematerialization:
-    """Check that a kernel that fails is tried again, with the results of eager PyTorch."""
+def failing_chain(failing: Failing, run: Run, *, is_known: bool = True) -> Rematerialization:
+    """Check that a kernel that fails is tried again, with the results of eager PyTorch; its sizes may be known by then."""
     model, x = chain(), torch.randn(256, 64)
     run(model, x).backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     with rematerialize("1GB") as session:
-        warm_up()
+        if is_known:
+            warm_up()
         with failing:
             run(model, x).backward()
         assert failing.calls > len(model)
@@ -113,22 +114,15 @@ def failing_chain(failing: Failing, run: Run) -> Rematerialization:
     return session
 
 
-def test_out_of_memory_evicts_and_tries_again() -> None:
-    assert failing_chain(Failing(torch.ops.aten.sin.default, 6), written_in_steps).evictions > 0
+@pytest.mark.parametrize("is_known", [True, False])
+def test_out_of_memory_evicts_and_tries_again(*, is_known: bool) -> None:
+    assert failing_chain(Failing(torch.ops.aten.sin.default, 6), written_in_steps, is_known=is_known).evictions > 0
 
 
-def test_a_write_that_fails_is_undone() -> None:
-    assert failing_chain(FailingWrites(torch.ops.aten.addmm_.default, 6), written_in_steps).recomputed_ops > 0
-
-
-def test_errors_of_the_program_are_raised_and_the_block_goes_on() -> None:
-    model, x = chain(), torch.randn(32, 64)
-    with rematerialize("1GB") as session:
-        warm_up()
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            x @ x
-        with_dropout(model, x).backward()
-    assert session.evictions == 0
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_write_that_fails_is_undone(*, is_known: bool) -> None:
+    failing = FailingWrites(torch.ops.aten.addmm_.default, 6)
+    assert failing_chain(failing, written_in_steps, is_known=is_known).recomputed_ops > 0
 
 
 def test_an_error_that_the_program_catches_keeps_nothing_of_its_step() -> None:

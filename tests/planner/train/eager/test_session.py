@@ -439,6 +439,7 @@ FAILING: list[Callable[[Tensor], object]] = [
     lambda x: x.masked_select(torch.ones(3) > 0),
     lambda x: torch.ops.aten.index.Tensor(x, [x[0] > 0, None, x[0] > 0]),
     lambda x: torch.cat([x, torch.ones(3, 3)]),
+    lambda x: x @ x,
     lambda x: x.scatter(0, torch.full((1, 64), 999), 1.0),
 ]
 
@@ -804,15 +805,6 @@ def test_an_automatic_budget_is_the_free_memory() -> None:
     assert session.budget_bytes > 100 * MB
 
 
-def test_out_of_memory_inside_an_op_evicts_and_tries_again() -> None:
-    expected = gradients(lambda model, x: model(x).square().mean(), None)[:-1]
-    model, x = chain(), torch.randn(256, 64)
-    with Failing(torch.ops.aten.tanh.default, 6), rematerialize("1GB") as session:
-        model(x).square().mean().backward()
-    assert session.evictions == 1
-    assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
-
-
 def test_out_of_memory_inside_a_recomputed_op_evicts_and_tries_again() -> None:
     expected = gradients(lambda model, x: model(x).square().mean(), None)[:-1]
     model, x = chain(), torch.randn(256, 64)
@@ -845,14 +837,11 @@ def test_out_of_memory_inside_batch_norm_changes_no_statistics() -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_tensors_changed_by_an_out_of_memory_write_are_restored(again: bool) -> None:
-    """In the forward pass, and when the write is recomputed."""
+def test_tensors_changed_by_an_out_of_memory_write_that_is_recomputed_are_restored() -> None:
     expected = gradients(written_in_steps, None)[:-1]
     model, x = chain(), torch.randn(256, 64)
-    budget = other_bytes() + 900_000 if again else "1GB"
-    failing = FailingWrites(torch.ops.aten.addmm_.default, len(model) + 1 if again else 6)
-    with failing, rematerialize(budget) as session:
+    failing = FailingWrites(torch.ops.aten.addmm_.default, len(model) + 1)
+    with failing, rematerialize(other_bytes() + 900_000) as session:
         written_in_steps(model, x).backward()
     assert "out of memory    1 times" in str(session)
     assert failing.calls > failing.call and session.recomputed_ops

@@ -3,6 +3,7 @@
 import copy
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.models.parts import FunctionModule
 from graphs.errors import TraceError
 from tests.support.marks import slow
 from tests.support.models.as_eager import Together, check_trains_as_eager
+from tests.support.models.outcomes import assert_same, train_by
 
 
 def tokens(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,25 +178,19 @@ def test_data_of_weights_is_written_in_place() -> None:
     check_trains_as_eager(Averaged, None, lambda number: vectors(number)[:1])
 
 
-@pytest.mark.parametrize("planned", [lambda m, **o: torch.compile(m, backend="planner", options=o), *slow(planner.checkpoint)])
-def test_data_of_weights_is_written_in_place_by_the_backend(planned: Callable[..., Any]) -> None:
+def assert_backend_trains_as_eager(make: Callable[[], nn.Module], wrap: Callable[..., Any]) -> None:
     trained = []
-    for wrap in (planned, lambda model, **_: model):
+    for planned in (wrap, lambda model, **_: model):
         torch._dynamo.reset()
         torch.manual_seed(2)
-        model = Averaged()
-        run = wrap(model, budget="100%")
-        losses = []
-        for number in range(3):
-            loss = run(vectors(number)[0])
-            loss.backward()
-            torch.optim.SGD(model.parameters(), 0.1).step()
-            model.zero_grad()
-            losses.append(loss.item())
-        trained.append((losses, model.state_dict()))
-    (losses, state), (wanted_losses, wanted_state) = trained
-    assert losses == wanted_losses
-    assert all(torch.equal(value, wanted_state[name]) for name, value in state.items())
+        model = make()
+        trained.append(train_by(planned(model, budget="100%"), model, (vectors(number)[:1] for number in range(3))))
+    assert_same(*trained)
+
+
+@pytest.mark.parametrize("planned", [lambda m, **o: torch.compile(m, backend="planner", options=o), *slow(planner.checkpoint)])
+def test_data_of_weights_is_written_in_place_by_the_backend(planned: Callable[..., Any]) -> None:
+    assert_backend_trains_as_eager(Averaged, planned)
 
 
 class Renewed(nn.Module):
@@ -270,14 +266,9 @@ def test_buffers_that_get_other_tensors_are_written_as_in_eager_mode(ways: list[
 
 @pytest.mark.parametrize("ways", all_and_each(BUFFER_WRITES[:4]))
 def test_the_backend_writes_buffers_that_get_other_tensors(ways: list[Any]) -> None:
-    trained = []
-    for wrap in (lambda model: planner.checkpoint(model, budget="100%", wait=0.1), lambda model: model):
-        torch._dynamo.reset()
-        torch.manual_seed(2)
-        run = wrap(Together(*(Renewed(way, layers=1) for way in ways)))
-        losses = [run(vectors(number)[0]) for number in range(3)]
-        trained.append([*(loss.detach() for loss in losses), *run.state_dict().values()])
-    assert all(map(torch.equal, *trained))
+    assert_backend_trains_as_eager(
+        lambda: Together(*(Renewed(way, layers=1) for way in ways)), partial(planner.checkpoint, wait=0.1)
+    )
 
 
 def test_a_trained_parameter_whose_old_data_is_read_after_it_is_replaced_is_refused() -> None:

@@ -28,8 +28,8 @@ class References:
         values: the value of each visited node.
     """
 
-    def __init__(self) -> None:
-        self.values: dict[fx.Node, Argument] = {}
+    def __init__(self, values: Mapping[fx.Node, Argument] = MappingProxyType({})) -> None:
+        self.values = dict(values)
 
     def view(self, node: fx.Node) -> Argument:
         """Return the call that makes a view, or the base if the view is the same."""

@@ -11,6 +11,7 @@ weakness: the copy with gaps is made again for each reader, and costs time and m
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ _WRITTEN = "written_strides"
 _WRITER = "written_by"
 _READ = "read_strides"
 
-# Each element of the result is an element of an input, or one rounding of one operation: no order can change it.
+# Each element of the result is an element of an input, or one rounding of one operation, or inputs are made contiguous: no layout
+# can change it.
 _EXACT = {
     aten.add,
     aten.sub,
@@ -56,6 +58,8 @@ _EXACT = {
     aten.select_scatter,
     aten.diagonal_scatter,
     aten.as_strided_scatter,
+    aten.native_layer_norm,
+    aten.native_layer_norm_backward,
 }
 
 
@@ -102,9 +106,16 @@ def _record(op: OpOverload, written: FunctionalTensor) -> None:
         node.meta[_WRITER] = op
 
 
-def record_eager_layouts(graph: fx.Graph) -> None:
-    """Record at each op of `graph` which inputs have another layout in eager PyTorch, if its result may depend on it."""
+def record_eager_layouts(graph: fx.Graph, given: Mapping[fx.Node, Sequence[int]] = MappingProxyType({})) -> None:
+    """Record at each op of `graph` which inputs have another layout in eager PyTorch, if its result may depend on it.
+
+    Args:
+        given: the strides that inputs of the graph have there, where others were assumed.
+    """
     eager: dict[fx.Node, Any] = {}
+    for node, strides in given.items():
+        with _get_fake_mode(node.meta["val"]):
+            eager[node] = allocate_with_strides(node.meta["val"], strides)
     nodes: Iterable[fx.Node] = graph.nodes
     for node in nodes:
         differing = {arg: eager[arg] for arg in node.all_input_nodes if arg in eager}
@@ -171,8 +182,10 @@ def _compute_eager_value(node: fx.Node, eager: Mapping[fx.Node, Any]) -> Any:
         with _get_fake_mode(captured):
             return allocate_with_strides(captured, node.meta[_WRITTEN])
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: eager[arg] if arg in eager else arg.meta["val"])
+    # A gradient that has no such view is copied: the view's own backward pass reshapes.
+    target: Any = aten.reshape.default if node.target is aten.view.default else node.target
     with _get_fake_mode(captured), torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return target(*args, **kwargs)
 
 
 def _get_fake_mode(value: Any) -> FakeTensorMode:

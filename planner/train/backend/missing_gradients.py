@@ -35,6 +35,7 @@ def leave_out_unread(graph: PlannedGraph, outputs: object, args: Sequence[object
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     hooks = {i: list_hooks_with_gradient(t) for i, t in enumerate(tensors) if list_hooks_with_gradient(t) and not t.is_leaf}
     for node in find_backward_nodes(outputs):
+        node.register_prehook(graph.follow_layouts)
         node.register_hook(partial(_leave_out, graph, hooks))
 
 

@@ -11,7 +11,7 @@ that as long as a backward pass may follow, and no longer.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from graphs.ir import Graph, Kind, Phase
 from graphs.overwriting import find_overwritten_saved
 from graphs.pools import COMPUTE, HOST
 from graphs.schedule import Schedule, count_kept_bytes
+from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
 from graphs.units import UNLIMITED_BYTES
+from planner.capture.frontend.source_lines import find_traced_line, format_location
 from planner.capture.lowering.lower import Capture
-from planner.capture.rewrites.outputs import get_storage, list_outputs, list_tensors
+from planner.capture.rewrites.outputs import get_fake, get_storage, is_same_layout, list_outputs, list_tensors
 from planner.runtime.arena import Arena
 from planner.runtime.changed_inputs import ChangedInputs, Input, keep_copies
 from planner.runtime.code import compile_schedule
@@ -38,6 +40,7 @@ from planner.runtime.undo import Rollback
 from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_private import capture as private
 from planner.torch_private.core import backward_retains_graph, disable_current_modes
+from planner.train.backend.joint_capture import lay_out_tangents
 from planner.train.backend.smaller_batches import Outline
 
 # Both passes empty their argument lists. The last arguments of a backward pass are the non-tensor results of its forward
@@ -75,6 +78,8 @@ class PlannedGraph:
         outline: of the graph that Dynamo has captured; None with Inductor's kernels.
         input_names: names of its inputs in the user's code, by tensor.
         check_writes: True to detect writes to inputs that autograd does not see.
+        laid_out: its capture with gradients as eager PyTorch lays them out, to be planned again; or None.
+        room_bytes: what the first plan may take.
         lean: a schedule that keeps little memory between the passes; None until one is computed.
         arena: the arena of the passes of all graphs of a step; None for PyTorch's allocator.
         watch: called with the inputs of a forward pass; returns a function of its results and of a tensor that dies with the
@@ -104,6 +109,12 @@ class PlannedGraph:
         self.outputs = outputs
         self.without_gradient = _find_without_gradient(module.graph)
         self._leading = _find_leading_outputs(module.graph, outputs)
+        self._results = _find_results(self._incoming, module.graph, outputs)
+        self._strides: list[Any] = []  # of the gradients of results, in the last backward pass
+        self._laid_out: dict[fx.Node, tuple[int, ...]] = {}  # their strides, as the plan knows them
+        self.laid_out: Capture | None = None
+        self._plain = captured  # where gradients are laid out as the results are
+        self.room_bytes = 0
         self.slots = (*(static[node.name] for node in self._primals if node.name in static), *_list_made_forward(captured.graph))
         self._slot = {t: i for i, t in enumerate(self.slots)}
         self.outline: Outline | None = None
@@ -215,7 +226,7 @@ class PlannedGraph:
             self._writing_over.add(len(self._passes))
         # Passes of earlier plans stay: a backward pass may follow the plan of a forward pass that has run.
         self._passes.append(self.build_passes(schedule))
-        self._schedule = schedule
+        self._schedule, self.room_bytes = schedule, 0
         if self.arena is not None:
             self.arena.forget()
         self.copy_inputs(UNLIMITED_BYTES)
@@ -302,7 +313,50 @@ class PlannedGraph:
 
     def count_copies(self) -> None:
         """Keep copies of changed inputs for the backward pass, and count them: the graph must be planned again."""
-        self.captured = keep_copies(self.captured, self.changed)
+        plain, self._plain = self._plain, keep_copies(self._plain, self.changed)
+        self.captured = self._plain if self.captured is plain else keep_copies(self.captured, self.changed)
+
+    def read_laid_out(self) -> None:
+        """Let the next plans read gradients as they lie in eager PyTorch."""
+        self.captured, self.laid_out = self.laid_out or self.captured, None
+
+    def read_as_results(self) -> bool:
+        """Let the next plans read gradients in the layouts of the results; False if they do."""
+        plans_change, self.captured = self.captured is not self._plain, self._plain
+        return plans_change
+
+    def follow_layouts(self, incoming: Sequence[object]) -> None:
+        """Let ops read gradients as they lie in eager PyTorch; `incoming` are those of the results in the next backward pass.
+
+        That pass does so too if its plan then fits; otherwise ``laid_out`` is set.
+        """
+        strides = [value.stride() if isinstance(value, torch.Tensor) else None for value in incoming]
+        if strides == self._strides or len(incoming) != self.outputs:
+            return
+        self._strides = strides
+        new = {node: value for node, i in self._results.items() if isinstance(value := incoming[i], torch.Tensor)}
+        new = {node: value for node, value in new.items() if node not in self._laid_out}
+        self._laid_out |= {node: value.stride() for node, value in new.items()}
+        known, graph = self.laid_out or self.captured, self.captured.graph
+        other = {node: value.stride() for node, value in new.items() if not is_same_layout(value, get_fake(node))}
+        captured = lay_out_tangents(self._module.graph, known, other) if other and known.values else known
+        if captured.graph == known.graph:
+            return
+        most = max(self.room_bytes, simulate(graph, self._schedule).peak_bytes)
+        if self.arena is None and simulate(captured.graph, self._schedule).peak_bytes <= most:
+            self.captured = captured
+            self._passes[-1] = replace(self.build_passes(self._schedule), changed_inputs=self._passes[-1].changed_inputs)
+            return
+        self.laid_out = captured
+        results = [list_outputs(self._module.graph)[self._results[node]][0] for node in other]
+        lines = {
+            format_location(find_traced_line(result.meta.get("stack_trace"))) for result in results if isinstance(result, fx.Node)
+        }
+        warn_caller(
+            f"the gradient of what {', '.join(sorted(lines))} returns is laid out otherwise "
+            "than the result: gradients of this step that are sums over it may differ from eager PyTorch's in the last bit. The "
+            "next steps are planned for its layout"
+        )
 
     def _save_inputs(self, number: int, slots: list[Any]) -> Sequence[Input]:
         """Replace the inputs in `slots` that are only read to recompute, so that autograd does not mind if they are written."""
@@ -386,6 +440,13 @@ def _find_without_gradient(joint: fx.Graph) -> list[int]:
     if len(missing) == len(gradients):
         return []
     return [desc.idx for desc in missing if isinstance(desc, private.PlainAOTInput) and get_storage(inputs[desc]) not in returned]
+
+
+def _find_results(incoming: Iterable[fx.Node], joint: fx.Graph, forward_outputs: int) -> dict[fx.Node, int]:
+    """Return, for each of the `incoming` gradients, the output of the forward pass that it belongs to."""
+    position = {desc: i for i, (_, desc) in enumerate(list_outputs(joint)[:forward_outputs])}
+    descs = {node: node.meta["desc"] for node in incoming if isinstance(node.meta["desc"], private.TangentAOTInput)}
+    return {node: position[desc.output] for node, desc in descs.items() if desc.output in position}
 
 
 def _find_leading_outputs(joint: fx.Graph, forward_outputs: int) -> list[frozenset[int]]:

@@ -239,6 +239,8 @@ class SharedBudget:
             else:
                 rest_bytes = room - captured.static_bytes - count_kept_bytes(captured, graph.lean)
                 graph.schedule = self.solve_leaving(graph, room, max(0, rest_bytes), graph.lean, there)
+            if self.memory is CountedMemory.ALLOCATED:
+                graph.room_bytes = room
         except InfeasibleError as error:
             if not self.forward_runs:
                 raise
@@ -311,8 +313,8 @@ class SharedBudget:
         if self._left_on is not None:
             _release(self._left_on)
             self._left_on = None
-        if graph.changed:
-            self._plan_with_copies(graph)
+        if graph.changed or graph.laid_out:
+            self._plan_again(graph)
         if (call := CALL.get()) is not None:
             call.budget = self
         if self._learning:
@@ -371,16 +373,30 @@ class SharedBudget:
             found.hold(seen)
         return found
 
-    def _plan_with_copies(self, graph: PlannedGraph) -> None:
-        """Plan `graph` again, with copies of the inputs that were written between its passes, for the same peak as before."""
-        peak_bytes = simulate(graph.captured.graph, graph.schedule).peak_bytes
-        _count_copies(graph)
-        captured, old = graph.captured.graph, graph.schedule
-        if graph.lean is None and not self.forward_runs:
-            graph.schedule = self._solve(captured, peak_bytes)
-        else:
-            rest_bytes = max(0, peak_bytes - captured.static_bytes - count_kept_bytes(captured, old))
-            graph.schedule = self.solve_leaving(graph, peak_bytes, rest_bytes, old, self._host_bytes)
+    def _plan_again(self, graph: PlannedGraph) -> None:
+        """Plan `graph` for the same peak as before, with copies of what changed between its passes, and gradients as they lie."""
+        before, old = graph.captured, graph.schedule
+        peak_bytes = simulate(before.graph, old).peak_bytes
+        graph.read_laid_out()
+        if graph.changed:
+            _count_copies(graph)
+        captured = graph.captured.graph
+        try:
+            if graph.lean is None and not self.forward_runs:
+                schedule = self._solve(captured, peak_bytes)
+            else:
+                rest_bytes = max(0, peak_bytes - captured.static_bytes - count_kept_bytes(captured, old))
+                schedule = self.solve_leaving(graph, peak_bytes, rest_bytes, old, self._host_bytes)
+            fits = simulate(captured, schedule).peak_bytes <= peak_bytes
+        except (InfeasibleError, LimitError):
+            if graph.captured.copied != before.copied:
+                raise
+            fits = False
+        if fits or graph.captured.copied != before.copied:
+            graph.schedule = schedule
+            return
+        graph.captured = before
+        warn_caller(_NO_ROOM_FOR_LAYOUTS)
 
     def _end_step(self) -> None:
         runs, self.forward_runs = self.forward_runs, []
@@ -397,18 +413,30 @@ class SharedBudget:
             if len(runs) > 1 or runs[0].graph.lean is not None or seen[0].followed_by:
                 _warn_of_sums(reads.values())
                 for graph in dict.fromkeys(step):
+                    graph.read_laid_out()
                     if graph.changed:
                         _count_copies(graph)
                 with self.create_stages() as stages:
                     with stages.run_stage(Stage.SOLVE, f"planning {len(runs)} graphs together"):
-                        together = self._build_together(runs, self._compute_room(step, whole, alone=False))
-                        together.warn_of_first_step()
-                        together.plan()
-                        self._fit_reserved(runs, whole)
-                        together.copy_inputs()
+                        try:
+                            self._plan_together(runs, whole)
+                        except InfeasibleError:
+                            changes = [graph.read_as_results() for graph in step]
+                            if not any(changes):
+                                raise
+                            warn_caller(_NO_ROOM_FOR_LAYOUTS)
+                            self._plan_together(runs, whole)
                     stages.finish(f"{self._describe_plans(step, seen)}, {len(runs)} graphs")
         if self._slab is not None and step in self._planned:
             self._fit_arena(runs, self._planned[step])
+
+    def _plan_together(self, runs: Sequence[_ForwardRun], whole: int) -> None:
+        """Plan the graphs of a step together, for `whole` bytes."""
+        together = self._build_together(runs, self._compute_room([run.graph for run in runs], whole, alone=False))
+        together.warn_of_first_step()
+        together.plan()
+        self._fit_reserved(runs, whole)
+        together.copy_inputs()
 
     def _build_together(self, runs: Sequence[_ForwardRun], whole: int) -> JointPlanning:
         order, seen = [run.graph for run in runs], [run.seen for run in runs]
@@ -492,6 +520,12 @@ class SharedBudget:
             return known
         allowed = max(budget_bytes - captured.static_bytes - rest_bytes, count_kept_bytes(captured, known))
         return schedule if count_kept_bytes(captured, schedule) <= allowed else known
+
+
+_NO_ROOM_FOR_LAYOUTS = (
+    "no plan that fits reads gradients of results in layouts other than the results': sums over them may differ from eager "
+    "PyTorch's in the last bit. Raise the budget"
+)
 
 
 def _warn_of_sums(reads: Iterable[Sequence[int]]) -> None:

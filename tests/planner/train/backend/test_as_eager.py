@@ -136,3 +136,49 @@ def test_hooks_on_saved_tensors_compute_as_in_eager_mode(entry: Entry) -> None:
     model.round = torch.Tensor.half
     with pytest.warns(UserWarning, match="what they compute is part of the plan"):
         assert_exact(model, torch.randn(32, 16), entry)
+
+
+class _Heads(nn.Module):
+    """Two results of a transposed tensor, whose biases get sums over gradients; `is_broken` in two graphs."""
+
+    def __init__(self, is_broken: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.is_broken = nn.Linear(16, 12), nn.Linear(12, 6), is_broken
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x.transpose(0, 1)) * 2
+        if self.is_broken:
+            torch._dynamo.graph_break()
+        return y, self.second(y.tanh().transpose(0, 1))
+
+
+def _sum_losses(model: nn.Module, x: Tensor) -> Tensor:
+    y, z = model(x)
+    return y.sum() + F.cross_entropy(z.transpose(1, 2), torch.arange(50).remainder(6).expand(len(z), -1))
+
+
+def _build_losses(*models: nn.Module) -> list[nn.Module]:
+    return [FunctionModule(lambda m, x: _sum_losses(m.model, x), model=model) for model in models]
+
+
+@pytest.mark.filterwarnings("ignore:the model is captured as several graphs")
+@pytest.mark.parametrize(("budget", "is_broken"), [("130%", False), ("1MB", True)])
+def test_sums_over_gradients_that_are_laid_out_otherwise_than_results(budget: str, is_broken: bool) -> None:
+    torch.manual_seed(0)
+    model, x = _Heads(is_broken), torch.randn(4, 50, 16)
+    twin = copy.deepcopy(model)
+    step, eager_step = _build_losses(planner.checkpoint(model, **{**QUICK, "budget": budget}), twin)
+    assert_same(train_by(step, model, [(x,)] * 3), train_by(eager_step, twin, [(x,)] * 3))
+
+
+def test_gradients_that_are_laid_out_otherwise_than_results_without_room() -> None:
+    torch.manual_seed(0)
+    model, x = _Heads(is_broken=False), torch.randn(4, 50, 16)
+    twin = copy.deepcopy(model)
+    step, eager_step = _build_losses(planner.checkpoint(model, **QUICK), twin)
+    with pytest.warns(UserWarning, match=r"the gradient of what .*test_as_eager.py:\d+ .* returns is laid out otherwise"):
+        step(x).backward()
+    model.zero_grad()
+    step(x).backward()
+    eager_step(x).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from tests.support.marks import slow
 torchmetrics = pytest.importorskip("torchmetrics")
 SEEN: list[torch.Tensor] = []
 LOCK = threading.Lock()
-Forward = Callable[["Noting", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Forward = Callable[["Noting", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
 class Noting(nn.Module):
@@ -47,28 +47,26 @@ class Noting(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         hidden = self.layers(x)
-        return self.note(self, hidden, y, F.mse_loss(hidden, y))
+        loss = F.mse_loss(hidden, y)
+        changed = self.note(self, hidden, y, loss)
+        return loss if changed is None else changed
 
 
-def append(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def append(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     model.losses.append(loss.detach())
-    return loss
 
 
-def append_to_global(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def append_to_global(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     SEEN.append(2 * loss.detach())
-    return loss
 
 
-def append_nested(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def append_nested(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     model.tables["rows"].append({"loss": loss.detach(), "rows": len(y), "pair": (hidden.detach(), y)})
     model.losses.extend([hidden.detach().mean(), "end"])
-    return loss
 
 
-def append_number(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def append_number(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     model.losses.append((loss.item(), float(hidden.detach().abs().max()), round(100 * loss.item(), 2), math.sqrt(loss.item())))
-    return loss
 
 
 class Meter:
@@ -86,7 +84,7 @@ class Meter:
 COUNTS = {"steps": 0, "loss": 0.0}
 
 
-def add_numbers(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def add_numbers(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     model.total += loss.item()
     model.steps += 1
     model.mean_loss = model.total / model.steps
@@ -95,19 +93,17 @@ def add_numbers(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torc
     model.best = min(model.best, round(loss.item(), 4))
     model.hits += (hidden.argmax(1) == y.argmax(1)).sum().item()
     model.meter.update(loss.item(), len(y))
-    return loss
 
 
-def add_tensors(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def add_tensors(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     model.total += loss.detach()
     model.held += loss.detach()  # a tensor that is no buffer
     model.last = hidden.detach()
     model.losses.append(model.steps_done.item())
     model.steps_done += 1
-    return loss
 
 
-def fill_containers(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def fill_containers(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     model.tables["last"] = loss.item()
     model.tables.setdefault("all", []).append(loss.item())
     model.tables.update(rows=[len(y)], largest=hidden.detach().max())
@@ -117,10 +113,9 @@ def fill_containers(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: 
     model.losses.extend(hidden[0].tolist())
     COUNTS["loss"] += loss.item()
     COUNTS["steps"] += 1
-    return loss
 
 
-def write_texts(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def write_texts(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     model.text = f"loss {loss.item():.3f} of {len(y)} rows, {model.steps}"
     model.losses.extend(["%.3f" % loss.item(), "{:.2e}".format(loss.item()), str(loss.item())])  # noqa: UP031, UP032
     model.losses.append(json.dumps({"loss": loss.item()}))
@@ -128,20 +123,17 @@ def write_texts(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torc
     print("loss", loss.item(), f"{loss:.4f}")  # noqa: T201
     logging.getLogger("training").info("loss %.3f", loss.item())
     logging.getLogger("training").warning("tensor %s", loss.detach())
-    return loss
 
 
-def count_and_print(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def count_and_print(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     model.steps += 1
     if model.steps % 2 == 0:
         print(model.steps, loss.item())  # noqa: T201
-    return loss
 
 
-def append_with_history(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def append_with_history(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     model.losses.append(loss)
     model.tables["rows"].append("a step")
-    return loss
 
 
 def weight_by_last(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -150,20 +142,18 @@ def weight_by_last(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: t
     return weighted
 
 
-def update_metrics(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def update_metrics(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     model.mean.update(loss)
     model.losses.append(model.error(hidden, y).detach())
     model.several(hidden, target=y)
-    return loss
 
 
 def in_turn(*notes: Forward) -> Forward:
     """All of them, in one step."""
 
-    def note(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def note(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
         for each in notes:
-            loss = each(model, hidden, y, loss)
-        return loss
+            each(model, hidden, y, loss)
 
     return note
 
@@ -176,6 +166,12 @@ def state(model: Noting) -> list[Any]:
 
 def leaves(values: list[Any]) -> list[Any]:
     return torch.utils._pytree.tree_leaves(values)
+
+
+def assert_alike(found: list[Any], wanted: list[Any]) -> None:
+    for value, other in zip(found, wanted, strict=True):
+        assert torch.equal(value, other) if isinstance(other, torch.Tensor) else value == other
+        assert type(value) is type(other)
 
 
 @pytest.mark.parametrize(
@@ -200,10 +196,9 @@ def test_lists_and_metrics_are_filled_as_in_eager_mode(note: Forward) -> None:
                 one.losses = []  # another list, as at the end of an epoch
         found.append(leaves([*state(one), *one.parameters()]))
         SEEN.clear()
-    assert len(found[0]) == len(found[1]) > len([*model.parameters()])
-    for wanted, value in zip(*found, strict=True):
-        assert torch.equal(wanted, value) if isinstance(wanted, torch.Tensor) else wanted == value
-        assert isinstance(value, nn.Parameter) or not getattr(value, "requires_grad", False)
+    assert len(found[0]) > len([*model.parameters()])
+    assert_alike(*found)
+    assert not any(getattr(value, "requires_grad", False) for value in found[1] if not isinstance(value, nn.Parameter))
 
 
 def test_an_evaluation_fills_them_too() -> None:
@@ -270,9 +265,7 @@ def test_what_a_step_records_is_as_in_eager_mode(
             one.zero_grad()
         noted = [value for name, value in vars(one).items() if not name.startswith("_") and name not in ("note", "meter")]
         found.append(leaves([*noted, vars(one.meter), COUNTS.copy(), one.state_dict(), logged.copy(), capsys.readouterr().out]))
-    for wanted, value in zip(*found, strict=True):
-        assert torch.equal(wanted, value) if isinstance(wanted, torch.Tensor) else wanted == value
-        assert type(wanted) is type(value)
+    assert_alike(*found)
 
 
 def note_in(rows: list[Any], *values: float) -> None:
@@ -306,7 +299,7 @@ class Recorder:
 RECORDER = Recorder()
 
 
-def choose(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def choose(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     factor = 2
 
     def note_product(value: float) -> None:
@@ -342,7 +335,6 @@ def choose(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Ten
     else:
         model.meter.update(loss.item(), len(y))
     model.losses.append(model.best)
-    return loss
 
 
 def test_branches_that_only_choose_what_is_recorded_are_taken_as_in_eager_mode() -> None:
@@ -373,8 +365,7 @@ def test_branches_that_only_choose_what_is_recorded_are_taken_as_in_eager_mode()
         and "high" in model.losses
         and model.by_name["products"]
     )
-    for wanted, value in zip(*found, strict=True):
-        assert torch.equal(wanted, value) if isinstance(wanted, torch.Tensor) else wanted == value
+    assert_alike(*found)
 
 
 class Tracker:
@@ -469,9 +460,8 @@ class Average:
         self.last.append(value)
 
 
-def meter(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def meter(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     model.meters["loss"].update(loss.item())
-    return loss
 
 
 def smooth(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -479,7 +469,7 @@ def smooth(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Ten
     return loss
 
 
-def create(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def create(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     try:
         model.created.append(loss.item())
     except AttributeError:
@@ -487,20 +477,18 @@ def create(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Ten
     if not hasattr(model, "rows"):
         model.rows = []
     model.rows.append(loss.item())
-    return loss
 
 
-def create_deque(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def create_deque(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     if not hasattr(model, "rows"):
         model.rows = deque(maxlen=3)
     model.rows.append(loss.item())
     if "losses" not in model.tables:
         model.tables["losses"] = []
     model.tables["losses"].append(loss.detach())
-    return loss
 
 
-def look_up(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def look_up(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     for name, value in (("loss", loss.item()), ("mean", hidden.detach().mean()), ("loss", 1)):
         try:
             model.tables[name].append(value)
@@ -512,7 +500,6 @@ def look_up(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Te
         model.tables["lowest"] = min(model.tables["lowest"], loss.item())
     except (KeyError, TypeError):
         model.tables["lowest"] = loss.item()
-    return loss
 
 
 @pytest.mark.filterwarnings("ignore:(captured|planned) again", "ignore:.*set by the first step")
@@ -546,9 +533,8 @@ def test_a_hook_that_fills_a_list_in_a_lambda_is_followed() -> None:
     assert model.losses == eager.losses and len(model.losses) == 6
 
 
-def write_by_method(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def write_by_method(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
     model.held.add_(loss.detach())
-    return loss
 
 
 def weight_by_average(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

@@ -169,7 +169,9 @@ class RecordingBranch:
         """Return the position of the instruction behind the statement; None if it is not known."""
         statement, instructions = self.statement, self.translator.instructions
         if isinstance(statement, ast.Assign):
-            return self._find_passed(statement)
+            passed = self._find_passed(statement)
+            returning = {"RETURN_VALUE": 2, "RETURN_CONST": 1}  # has the positions of the last statement, if the code has none
+            return passed - returning.get(instructions[passed - 1].opname, 0)
         otherwise = (
             self._find_otherwise(statement)
             if isinstance(statement, ast.If)

@@ -464,9 +464,9 @@ def meter(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tens
     model.meters["loss"].update(loss.item())
 
 
-def smooth(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def smooth(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
+    model.total = loss.item() if not model.total else model.total + loss.item()
     model.text = loss.item() if not model.text else 0.9 * model.text + 0.1 * loss.item()
-    return loss
 
 
 def create(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> None:
@@ -514,7 +514,7 @@ def test_what_the_first_step_makes_to_record_in_begins_empty(note: Forward) -> N
         for one, run in ((model, step), (eager, eager)):
             run(*batch).backward()
             one.zero_grad()
-    for name in ("text", "tables", "hits", "created", "rows"):
+    for name in ("text", "total", "tables", "hits", "created", "rows"):
         assert getattr(model, name, None) == getattr(eager, name, None)
     assert [vars(each) for each in model.meters.values()] == [vars(each) for each in eager.meters.values()]
 

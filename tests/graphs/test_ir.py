@@ -45,18 +45,10 @@ def parts() -> dict[str, Any]:
     return {"ops": ops, "tensors": tensors, "kept": frozenset({2}), "pools": (DEVICE_POOL, HOST)}
 
 
-def with_op(index: int, **changes: Any) -> Graph:
+def with_changed(kind: str, index: int, **changes: Any) -> Graph:
     made = parts()
-    ops = list(made["ops"])
-    ops[index] = replace(ops[index], **changes)
-    return Graph(**{**made, "ops": tuple(ops)})
-
-
-def with_tensor(index: int, **changes: Any) -> Graph:
-    made = parts()
-    tensors = list(made["tensors"])
-    tensors[index] = replace(tensors[index], **changes)
-    return Graph(**{**made, "tensors": tuple(tensors)})
+    made[kind] = tuple(replace(part, **changes) if i == index else part for i, part in enumerate(made[kind]))
+    return Graph(**made)
 
 
 def test_graph_with_pools_streams_and_optional_ops() -> None:
@@ -116,7 +108,7 @@ def test_invalid_pools_raise(pools: tuple[Pool, ...], said: str) -> None:
 )
 def test_invalid_ops_raise(index: int, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(GraphError, match=said):
-        with_op(index, **changes)
+        with_changed("ops", index, **changes)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +121,7 @@ def test_invalid_ops_raise(index: int, changes: dict[str, Any], said: str) -> No
 )
 def test_invalid_tensors_raise(index: int, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(GraphError, match=said):
-        with_tensor(index, **changes)
+        with_changed("tensors", index, **changes)
 
 
 def test_kept_tensor_without_program_op_raises() -> None:
@@ -197,13 +189,13 @@ def test_fingerprint_of_plain_graphs_is_unchanged(graph: Graph, fingerprint: str
 def test_options_are_part_of_the_fingerprint() -> None:
     graphs = [
         Graph(**parts()),
-        with_op(2, stream=HOST_TO_DEVICE),
-        with_op(4, replaces=(1,)),
-        with_tensor(1, pool="host"),
+        with_changed("ops", 2, stream=HOST_TO_DEVICE),
+        with_changed("ops", 4, replaces=(1,)),
+        with_changed("tensors", 1, pool="host"),
         Graph(**{**parts(), "pools": (DEVICE_POOL, replace(HOST, owner=HOST_TO_DEVICE))}),
     ]
     assert len({graph.fingerprint for graph in graphs}) == len(graphs)
-    assert with_op(4, differs="").fingerprint == graphs[0].fingerprint  # found out by running it
+    assert with_changed("ops", 4, differs="").fingerprint == graphs[0].fingerprint  # found out by running it
 
 
 def written_over(

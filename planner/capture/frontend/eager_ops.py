@@ -11,6 +11,7 @@ attempts that fail, each of them a capture.
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -149,8 +150,31 @@ class AskedForValuesError(Exception):
     """Ends a capture in which the model asks whether it may look at a mask of the batch; one with its values can answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question of a module whether it is compiled.
+
+    Attributes:
+        text: the module and the function that it calls, as in ``ASKING_FOR_COMPILERS``.
+        frame: the function that asks, as Dynamo executes it.
+    """
+
+    text: str
+    frame: Any
+
+    @property
+    def is_open(self) -> bool:
+        """True if the capture has ended in code that the answer may choose: in a function of the module that has asked."""
+        frame = self.frame
+        while frame is not None:
+            if _get_module(frame) == _get_module(self.frame) and frame.instruction_pointer is not None:
+                return True
+            frame = getattr(frame, "parent", None)
+        return False
+
+
 @contextmanager
-def hide_compiling(informed: Collection[str] = (), may_look: Callable[[fx.Node], bool] = is_constant) -> Iterator[list[str]]:
+def hide_compiling(informed: Collection[str] = (), may_look: Callable[[fx.Node], bool] = is_constant) -> Iterator[list[Question]]:
     """Answer no to models that ask whether they are compiled, so that they run the same code as in eager PyTorch.
 
     Libraries ask in order to leave out operations that no compiler can follow (a check whether a mask masks anything), and then
@@ -161,9 +185,9 @@ def hide_compiling(informed: Collection[str] = (), may_look: Callable[[fx.Node],
         may_look: tells whether the model may look at the values of a tensor.
 
     Yields:
-        The modules that have asked so far and got no, with their questions.
+        The questions so far that got no.
     """
-    asked: list[str] = []
+    asked: list[Question] = []
     handlers, answer = private.TorchInGraphFunctionVariable._get_handlers(), partial(_answer, informed, asked)
     with (
         patch.dict(handlers, {question: bind_original(handlers[question], answer) for question in _QUESTIONS}),
@@ -189,22 +213,23 @@ def _answer_of_tensor(may_look: Callable[[fx.Node], bool], call: Any, tx: Any, f
         call(tx, function, args, kwargs)
 
 
-def _answer(informed: Collection[str], asked: list[str], true: Any, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    module = _find_asking_module(tx)
-    question = f"{module}: {variable.value.__name__}"
-    if question in informed or _get_package(module) in _INFORMED:
+def _answer(
+    informed: Collection[str], asked: list[Question], true: Any, variable: Any, tx: Any, *args: Any, **kwargs: Any
+) -> Any:
+    frame = _find_asking_frame(tx)
+    question = Question(f"{_get_module(frame)}: {variable.value.__name__}", frame)
+    if question.text in informed or _get_package(_get_module(frame)) in _INFORMED:
         return true(variable, tx, *args, **kwargs)
     asked.append(question)
     return private.VariableTracker.build(tx, False)
 
 
-def _find_asking_module(tx: private.InstructionTranslatorBase) -> str:
-    """Return the module that asks; if it asks through a function of its library, the caller of that function."""
-    module = _get_module(tx)
+def _find_asking_frame(tx: private.InstructionTranslatorBase) -> Any:
+    """Return the function that asks; if it asks through a function of its library, the caller of that function."""
     caller: Any = tx
-    while caller is not None and _get_module(caller) == module:
+    while caller is not None and _get_module(caller) == _get_module(tx):
         caller = getattr(caller, "parent", None)
-    return module if caller is None or _get_package(_get_module(caller)) in _INFORMED else _get_module(caller)
+    return tx if caller is None or _get_package(_get_module(caller)) in _INFORMED else caller
 
 
 def _get_module(tx: private.InstructionTranslatorBase) -> str:

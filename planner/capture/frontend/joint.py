@@ -13,7 +13,7 @@ thread, so a new size of batch is waited for. Branches on data and numbers that 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -52,7 +52,7 @@ from planner.capture.frontend.effects import (
 from planner.capture.frontend.failures import build_failure, get_own_message
 from planner.capture.frontend.fake_execution import run_on_fakes
 from planner.capture.frontend.gradient_hooks import call_gradient_hooks
-from planner.capture.frontend.later_values import LaterValues, skip_metrics, take_values_later
+from planner.capture.frontend.later_values import LaterValues, NeedsValueError, skip_metrics, take_values_later
 from planner.capture.frontend.module_hooks import follow_removed_hooks
 from planner.capture.frontend.preserved_state import make_first_call, preserve_state
 from planner.capture.frontend.replaced_calls import replace_calls_where
@@ -106,12 +106,13 @@ def capture_joint_graph(
     def trace() -> Traced:
         nonlocal settles
         with keep_ops_as_eager(), capture_attention_as_on_cuda() if as_on_cuda else nullcontext():
+            attempts = _Attempts(step, batch)
             try:
-                traced = _capture_with_numbers(step, batch, numbers) if numbers else _capture_as_eager(step, batch, looks=looks)
+                traced = attempts.capture_with_numbers(numbers) if numbers else attempts.capture_as_eager(looks=looks)
             except CountingError as counting:
                 if numbers is None:
                     raise
-                traced = _capture_with_numbers(step, batch, counting.names.union(numbers), counting)
+                traced = attempts.capture_with_numbers(counting.names.union(numbers), counting)
         graph = traced[0].graph_module.graph
         if settles and traced[2] is not None and find_tangents_of_writes(graph):
             settles = False
@@ -139,10 +140,11 @@ def capture_compiled(
 def _trace_compiled(
     step: TrainingStep, batch: Batch, make: Callable[[Export], Make[T]]
 ) -> tuple[T, PythonGuards | None, DataGuards | None]:
-    found = _try_capture(step, batch, make(_export_for_inductor))
-    if found is None or (isinstance(found, Exception) and "data-dependent" in str(found).lower()):
-        return _capture_compiled_with_branches(step, batch, make)
-    return *_get_result(found, step, batch, None), None
+    attempts = _Attempts(step, batch)
+    found = attempts.try_capture(make(_export_for_inductor))
+    if _needs_values(found):
+        return _capture_compiled_with_branches(attempts, make)
+    return *attempts.get_result(found), None
 
 
 def _export_for_inductor(*args: Any, **options: Any) -> private.JointWithDescriptors:
@@ -158,20 +160,20 @@ def _export_for_inductor(*args: Any, **options: Any) -> private.JointWithDescrip
 
 
 def _capture_compiled_with_branches(
-    step: TrainingStep, batch: Batch, make: Callable[[Export], Make[T]]
+    attempts: "_Attempts", make: Callable[[Export], Make[T]]
 ) -> tuple[T, PythonGuards | None, DataGuards | None]:
-    """Do as ``capture_compiled``, with the branches that `batch` takes."""
-    branches = DataBranches(batch)
+    """Do as ``capture_compiled``, with the branches that the batch takes."""
+    branches = DataBranches(attempts.batch)
     conditions: list[DataGuards | None] = []
 
     def export(*args: Any, **options: Any) -> private.JointWithDescriptors:
         with branches.follow():
             joint = _export_for_inductor(*args, **options)
         with disable_current_modes():  # conditions are computed on the batch, and not on fake tensors
-            conditions.append(branches.build_guards(joint.graph_module.graph, step, batch))
+            conditions.append(branches.build_guards(joint.graph_module.graph, attempts.step, attempts.batch))
         return joint
 
-    return *_get_result(_try_capture(step, batch, make(export), branches), step, batch, branches), conditions[-1]
+    return *attempts.get_result(attempts.try_capture(make(export), branches), branches), conditions[-1]
 
 
 def _run_until_settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
@@ -214,43 +216,98 @@ def _run_until_settled(step: TrainingStep, batch: Batch, trace: Callable[[], T])
     return traced
 
 
-def _capture_as_eager(step: TrainingStep, batch: Batch, *, looks: bool) -> Traced:
-    """Return the joint graph of `step`, its guards, and the branches on data that were taken, if any.
+@dataclass(frozen=True, slots=True)
+class _Attempts:
+    """The attempts to capture a step: each knows what earlier ones have learned.
 
-    Every node carries fake values, inputs and outputs carry descriptors. A model that asks whether it is compiled is captured
-    as in eager PyTorch where that needs no data; if an attempt fails, the module that asked last gets the true answer in the
-    next. A capture that follows values takes longer than one without, and most models do without.
+    Attributes:
+        step, batch: what is captured.
+        later: the values that are known after the step.
     """
-    found = _try_attempts(step, batch, looks=looks)
-    if isinstance(found, AskedForValuesError):
-        branches = DataBranches(batch)
-        with hide_compiling(ASKING_FOR_COMPILERS, branches.knows):
-            found = _try_with_branches(step, batch, branches)
-        if not isinstance(found, tuple | UnsettledError):
-            return _capture_as_eager(step, batch, looks=False)
-        return *_get_result(found, step, batch, branches), branches
-    if (traced := _take_whole(found)) is not None:
-        return traced
-    branches = DataBranches(batch)
-    return *_get_result(_try_with_branches(step, batch, branches), step, batch, branches), branches
+
+    step: TrainingStep
+    batch: Batch
+    later: LaterValues = field(default_factory=LaterValues)
+
+    def capture_as_eager(self, *, looks: bool) -> Traced:
+        """Return the joint graph of the step, its guards, and the branches on data that were taken, if any.
+
+        Every node carries fake values, inputs and outputs carry descriptors. A model that asks whether it is compiled is captured
+        as in eager PyTorch where that needs no data; if an attempt fails, the module that asked last gets the true answer in the
+        next. A capture that follows values takes longer than one without, and most models do without.
+        """
+        found = self._try_uncompiled(looks=looks)
+        branches = DataBranches(self.batch)
+        if isinstance(found, AskedForValuesError):
+            with hide_compiling(ASKING_FOR_COMPILERS, branches.knows):
+                found = self._try_with_branches(branches)
+            if not isinstance(found, tuple | UnsettledError):
+                return self.capture_as_eager(looks=False)
+            return *self.get_result(found, branches), branches
+        if (traced := _take_whole(found)) is not None:
+            return traced
+        return *self.get_result(self._try_with_branches(branches), branches), branches
+
+    def capture_with_numbers(self, names: Collection[str], failed: TraceError | None = None) -> Traced:
+        """Do as ``capture_as_eager``, without branches on data, but with numbers that stay inputs; raise `failed` if none can."""
+        found = self._try_uncompiled(names)
+        if (traced := _take_whole(found)) is not None:
+            return traced
+        assert not isinstance(found, tuple)
+        raise failed or TraceError(f"the step cannot be captured with {', '.join(sorted(names))} as inputs") from found
+
+    def try_capture(self, make: Make[T], values: Values | None = None) -> Made[T] | Exception | None:
+        """Return the result or the exception of ``_trace``; another attempt may succeed."""
+        names = values.names if isinstance(values, SymbolicNumbers) else ()
+        self.later.begin_attempt(names, has_values=isinstance(values, DataBranches))
+        try:
+            return _trace(self.step, self.batch, values, make, self.later)
+        except Exception as error:  # noqa: BLE001  # whatever stops it, the user gets one line
+            return error
+
+    def get_result(self, found: Made[T] | Exception | None, branches: DataBranches | None = None) -> Made[T]:
+        """Return the result of an attempt, or raise its exception.
+
+        Raises:
+            TraceError: the capture failed, with the reason in one line; an exception of the user's own code is raised as it is.
+        """
+        assert found is not None  # with branches
+        if isinstance(found, tuple):
+            return found
+        settles = isinstance(found, UnsettledError | CountingError)
+        raise found if settles else build_failure(found, self.step, self.batch, branches)
+
+    def _try_uncompiled(
+        self, names: Collection[str] = (), *, looks: bool = False
+    ) -> Made[private.JointWithDescriptors] | Exception | None:
+        """Capture with modules told that they are not compiled, as far as possible; return as ``try_capture``.
+
+        The true answer to a question helps only if the capture ends in code that it may choose, where values are missing.
+        """
+        informed, may_look = set(ASKING_FOR_COMPILERS), ask_for_values if looks else is_constant
+        while True:
+            with hide_compiling(informed, may_look) as asked:
+                found = self._try_attempt(names)
+            if isinstance(found, tuple | AskedForValuesError) or not asked:
+                return found
+            if _needs_values(found) and not names and not asked[-1].is_open:
+                return found
+            if found is None or isinstance(found, UnsettledError | CountingError) or get_own_message(found):
+                return self._try_attempt(names)
+            informed.add(asked[-1].text)
+
+    def _try_attempt(self, names: Collection[str]) -> Made[private.JointWithDescriptors] | Exception | None:
+        numbers = SymbolicNumbers(names) if names else None
+        return self.try_capture(partial(_build_joint, values=numbers), numbers)
+
+    def _try_with_branches(self, branches: DataBranches) -> Made[private.JointWithDescriptors] | Exception | None:
+        return self.try_capture(partial(_build_joint, values=branches), branches)
 
 
-def _try_with_branches(
-    step: TrainingStep, batch: Batch, branches: DataBranches
-) -> Made[private.JointWithDescriptors] | Exception | None:
-    return _try_capture(step, batch, partial(_build_joint, values=branches), branches)
-
-
-def _capture_with_numbers(step: TrainingStep, batch: Batch, names: Collection[str], failed: TraceError | None = None) -> Traced:
-    """Do as ``_capture_as_eager``, without branches on data, but with numbers that stay inputs.
-
-    `failed` is raised if none can.
-    """
-    found = _try_attempts(step, batch, names)
-    if (traced := _take_whole(found)) is not None:
-        return traced
-    assert not isinstance(found, tuple)
-    raise failed or TraceError(f"the step cannot be captured with {', '.join(sorted(names))} as inputs") from found
+def _needs_values(found: object) -> bool:
+    """Return True if an attempt has ended because the capture had no values."""
+    is_dependent = isinstance(found, Exception) and "data-dependent" in str(found).lower()
+    return found is None or is_dependent or isinstance(found, NeedsValueError)
 
 
 def _take_whole(found: Made[private.JointWithDescriptors] | Exception | None) -> Traced | None:
@@ -273,48 +330,6 @@ def _run_once(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
         return trace()
 
 
-def _get_result(found: Made[T] | Exception | None, step: TrainingStep, batch: Batch, branches: DataBranches | None) -> Made[T]:
-    """Return the result of an attempt, or raise its exception.
-
-    Raises:
-        TraceError: the capture failed, with the reason in one line; an exception of the user's own code is raised as it is.
-    """
-    assert found is not None  # with branches
-    if isinstance(found, tuple):
-        return found
-    raise found if isinstance(found, UnsettledError | CountingError) else build_failure(found, step, batch, branches)
-
-
-def _try_attempts(
-    step: TrainingStep, batch: Batch, names: Collection[str] = (), *, looks: bool = False
-) -> Made[private.JointWithDescriptors] | Exception | None:
-    """Capture with modules told that they are not compiled, as far as possible; return as ``_try_capture``."""
-    informed, may_look = set(ASKING_FOR_COMPILERS), ask_for_values if looks else is_constant
-    while True:
-        with hide_compiling(informed, may_look) as asked:
-            found = _try_attempt(step, batch, names)
-        if isinstance(found, tuple | AskedForValuesError) or not asked:
-            return found
-        if found is None or isinstance(found, UnsettledError | CountingError) or get_own_message(found):
-            return _try_attempt(step, batch, names)
-        informed.add(asked[-1])
-
-
-def _try_attempt(
-    step: TrainingStep, batch: Batch, names: Collection[str]
-) -> Made[private.JointWithDescriptors] | Exception | None:
-    numbers = SymbolicNumbers(names) if names else None
-    return _try_capture(step, batch, partial(_build_joint, values=numbers), numbers)
-
-
-def _try_capture(step: TrainingStep, batch: Batch, make: Make[T], values: Values | None = None) -> Made[T] | Exception | None:
-    """Return the result or the exception of ``_trace``; another attempt may succeed."""
-    try:
-        return _trace(step, batch, values, make)
-    except Exception as error:  # noqa: BLE001  # whatever stops it, the user gets one line
-        return error
-
-
 def _build_joint(
     stack: ExitStack,
     module: fx.GraphModule,
@@ -328,27 +343,27 @@ def _build_joint(
         return private.aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
 
 
-def _trace(step: TrainingStep, batch: Batch, values: Values | None, make: Make[T]) -> Made[T] | None:
+def _trace(step: TrainingStep, batch: Batch, values: Values | None, make: Make[T], later: LaterValues) -> Made[T] | None:
     """Return the result of `make` on `step` as Dynamo captures it, with its guards; None if it needs branches and has none.
 
     Args:
         values: the branches on data, or the numbers that stay inputs.
+        later: the values that are known after the step.
     """
-    later = LaterValues(values.names if isinstance(values, SymbolicNumbers) else ())
     while True:
         try:
             return _trace_with_later_values(step, batch, values, make, later)
         except (UnsettledError, CountingError):
             raise
-        except Exception:
-            if not later.begin_again():
+        except Exception as error:
+            if (_needs_values(error) and not later.has_values) or not later.begin_again():
                 raise
 
 
 def _trace_with_later_values(
     step: TrainingStep, batch: Batch, values: Values | None, make: Make[T], later: LaterValues
 ) -> Made[T] | None:
-    """Do as ``_trace``, with the values that are known after the step."""
+    """Do as ``_trace``, once."""
     args, kwargs = split_arguments(batch)
     with ExitStack() as stack:
         _enter_settings(stack)

@@ -4,13 +4,12 @@
 variables of Dynamo's that stand for the results of later calls. Functions of libraries that take one (``print``, ``wandb.log``)
 are later calls too; the user's own functions are followed. If the step changes an object with such values and reads it, as in
 ``self.total += loss.item()``, the capture begins again, and the object is itself a value that is known later. If an op or a
-branch needs a value, the capture begins again with the number as Dynamo has it: ``guards.branches`` may follow it, or say why
-not.
+branch needs a value, it gets the number as Dynamo has it: ``guards.branches`` may follow it, or say why not.
 
 A branch on a value that only chooses what is recorded is a later call too (``later_branches``).
 
 Before, the changes of lists were found by comparing them after the capture, and everything else was refused. Known weakness: a
-capture that begins again takes Dynamo's time again.
+capture that begins again takes Dynamo's time again. So what one has learned is kept for the next, in other attempts too.
 """
 
 import logging
@@ -19,10 +18,10 @@ import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -46,6 +45,7 @@ from planner.capture.frontend.rebuilt_values import build_finder
 from planner.capture.frontend.source_lines import find_current_line, format_location
 from planner.capture.guards.names import build_accessor
 from planner.torch_private import capture as private
+from planner.torch_private.core import pytree
 from planner.torch_private.patches import bind_original, wrap
 
 _UPDATES = ("update", "forward", "__call__")
@@ -64,12 +64,17 @@ _CONTAINERS = (list, dict, set, deque)
 _LOOKUPS = (operator.getitem, operator.delitem)
 _RETURNING_NONE = {"append", "appendleft", "extend", "extendleft", "insert", "add", "update", "clear", "__setitem__"}
 _CONSTANTS = (int, float, str, type(None))
+_STAND_INS = (ReturnedTensor, Result)
 _UNKNOWN = object()
 _Location = tuple[Any, int]  # an instruction: its code, and its position there
 
 
 class CaptureAgainError(Exception):
     """Ends a capture that begins again with what it has learned (``LaterValues.begin_again``); no user sees it."""
+
+
+class NeedsValueError(Exception):
+    """Ends a capture without the values of the batch in which an op or a branch needs one; no user sees it."""
 
 
 class LaterVariable(private.VariableTracker):
@@ -79,24 +84,40 @@ class LaterVariable(private.VariableTracker):
         index: the position of the call that returns it.
         origins: the names and the instructions that it comes from.
         example: a value of its type; ``_UNKNOWN`` if none is known.
+        function: the function that returns it.
+        given: the arguments of that, with the versions of tensors.
     """
 
-    _nonvar_fields = {"values", "index", "origins", "example", *private.VariableTracker._nonvar_fields}  # noqa: RUF012
+    _nonvar_fields = {  # noqa: RUF012
+        *("values", "index", "origins", "example", "function", "given"),
+        *private.VariableTracker._nonvar_fields,
+    }
 
     def __init__(self, *, values: "LaterValues", index: int, origins: frozenset[Any], example: object, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.values, self.index, self.origins, self.example = values, index, origins, example
+        self.function: Any = None
+        self.given: list[tuple[Any, int | None]] = []
 
     def python_type(self) -> type:
         """Return the type of the value, as far as it is known."""
         return object if self.example is _UNKNOWN else type(self.example)
 
-    def _need(self, *_: object) -> Any:
-        """Raise an error: an op, a branch, a container or a loop takes the value."""
-        self.values.need(self)
+    def as_proxy(self) -> Any:
+        """Return the value itself: an op takes it."""
+        return self.values.need(self, decides=True).as_proxy()
 
-    # In torch 2.14 some methods have other names: nb_ and tp_ below.
-    as_proxy = bool_impl = nb_bool_impl = is_python_equal = unpack_var_sequence = _need  # type: ignore[assignment]
+    def bool_impl(self, tx: Any) -> Any:
+        """Return the truth of the value itself: a branch depends on it."""
+        return private.BuiltinVariable(bool).call_function(tx, [self.values.need(self, decides=True)], {})
+
+    def is_python_equal(self, other: object) -> bool:
+        """Raise an error: a container looks for the value."""
+        return bool(self.values.capture_with(self))
+
+    def unpack_var_sequence(self, tx: Any) -> Any:
+        """Return the items of the value itself: the step iterates over it."""
+        return self.values.need(self).unpack_var_sequence(tx)
 
     def reconstruct(self, codegen: Any) -> None:
         """Return None in the place of the value: what the code returns is not used."""
@@ -108,7 +129,7 @@ class LaterVariable(private.VariableTracker):
             return private.GetAttrVariable(self, name)
         return self.values.record(tx, getattr, [self, private.ConstantVariable.create(name)])
 
-    tp_getattro_impl = var_getattr
+    nb_bool_impl, tp_getattro_impl = bool_impl, var_getattr  # as torch 2.14 calls them
 
     def mp_ass_subscript_impl(self, tx: Any, key: Any, value: Any) -> Any:
         """Record that an item is set, or deleted: before torch 2.14 these are calls of functions."""
@@ -141,16 +162,18 @@ def _get(value: Any) -> Any:
 
 @dataclass(slots=True)
 class LaterValues:
-    """The later values of one capture, which may begin again.
+    """The later values of one capture, which may begin again, or be followed by another attempt.
 
     Attributes:
         inputs: names of numbers that are inputs of the step.
+        has_values: True if the capture has the values of the batch.
         calls: the calls that are made after the forward pass.
         stored: names of what these calls set.
         called: where hooks are registered that the backward pass calls, since Dynamo does not follow them.
     """
 
     inputs: Collection[str] = ()
+    has_values: bool = False
     calls: list[LaterCall] = field(default_factory=list)
     stored: set[str] = field(default_factory=set)
     called: set[_Location] = field(default_factory=set)
@@ -163,9 +186,16 @@ class LaterValues:
     _learned: bool = False
     _output: private.OutputGraph | None = None
     _tensors: list[Any] = field(default_factory=list)
-    _versions: list[tuple[Any, int, _Location]] = field(default_factory=list)
+    _versions: list[tuple[Any, int | None, _Location]] = field(default_factory=list)
     _numbers: dict[fx.Node, Any] = field(default_factory=dict)  # the tensor that each call of ``item`` reads
+    _read_now: set[int] = field(default_factory=set)  # the calls whose results the step has read itself
     _found: set[fx.Node] = field(default_factory=set)  # nodes of numbers that are needed after the step
+
+    def begin_attempt(self, inputs: Collection[str], *, has_values: bool) -> None:
+        """Begin another capture of the step, with what was learned in earlier ones."""
+        self.inputs, self.has_values = inputs, has_values
+        self._refuses, self._learned, self._output = False, False, None
+        self._read = {name: names for name, names in self._read.items() if names.isdisjoint(inputs)}
 
     def begin_again(self) -> bool:
         """Return True if a failed capture may succeed if it begins again, with what was learned."""
@@ -174,8 +204,49 @@ class LaterValues:
         begins, self._learned, self._output = self._learned, False, None
         return begins
 
-    def need(self, value: LaterVariable) -> Any:
-        """Raise an error, since the step needs `value` itself: the capture begins again, with the value.
+    def need(self, value: LaterVariable, *, decides: bool = False) -> Any:
+        """Return the variable of `value` itself, since the step needs it; the capture begins again if it cannot be read now.
+
+        Args:
+            decides: True if an op or a branch takes it.
+
+        Raises:
+            NeedsValueError: it does, and this capture has no values.
+            CaptureAgainError, TraceError: as in ``capture_with``.
+        """
+        is_from_tensors = all(isinstance(origin, tuple) for origin in value.origins)
+        if decides and is_from_tensors and not self.has_values:
+            self._needed |= value.origins
+            raise NeedsValueError
+        if not self._is_readable(value):
+            self.capture_with(value)
+        self._needed |= value.origins
+        with self.refuse():
+            return self._read_number(private.InstructionTranslator.current_tx(), value)
+
+    def need_if_later(self, variable: Any, *, decides: bool = False) -> Any:
+        """Return a variable, or that of the value itself if it is known after the step."""
+        found = variable.realize()
+        return self.need(found, decides=decides) if isinstance(found, LaterVariable) else variable
+
+    def _is_readable(self, value: LaterVariable) -> bool:
+        """Return True if `value` is a number that can be read where the capture is, from tensors that were not written since."""
+        is_number = isinstance(value.example, int | float) and value.function is not None
+        return is_number and all(
+            self._is_readable(each) if isinstance(each, LaterVariable) else _get_version(each) == version
+            for each, version in value.given
+        )
+
+    def _read_number(self, tx: Any, value: LaterVariable) -> Any:
+        self._read_now.add(value.index)
+        args = [self._read_number(tx, each) if isinstance(each, LaterVariable) else each for each, _ in value.given]
+        function = value.function
+        if function in _READS.values():
+            return args[0].call_method(tx, function.__name__, args[1:], {})
+        return private.VariableTracker.build(tx, function).call_function(tx, args, {})
+
+    def capture_with(self, value: LaterVariable) -> NoReturn:
+        """Begin again, with `value` as the step needs it.
 
         Raises:
             CaptureAgainError: always, but for values of metrics, which no capture has (a TraceError).
@@ -194,6 +265,10 @@ class LaterValues:
         with patch.object(self, "_refuses", True), patch.object(self, "_records", False):
             yield
 
+    def need_at(self, tx: Any) -> None:
+        """Read the number of a tensor that a branch is about to depend on as the step needs it."""
+        self._needed.add((tx.f_code, tx.instruction_pointer))
+
     def call_at(self, location: _Location) -> None:
         """Begin again, with the hook that is registered there as one that the backward pass calls."""
         self._learn(self.called, {location})
@@ -206,7 +281,9 @@ class LaterValues:
         self._follow(tx.output)
         self._try_whole(tx, function, args)
         given, origins = self._convert_all(tx, function, args, kwargs or {})
-        return self._add(function, *given, origins, self._find_example(function, args, kwargs))
+        value = self._add(function, *given, origins, self._find_example(function, args, kwargs))
+        value.function, value.given = function, [(each.realize(), _get_version(each.realize())) for each in args]
+        return value
 
     def _try_whole(self, tx: Any, function: Callable[..., Any], args: Iterable[Any]) -> None:
         """Begin again where a container is asked for an item in a ``try`` statement: the statement is done after the step.
@@ -219,7 +296,7 @@ class LaterValues:
             return
         if (begin := find_try(tx)) is not None:
             if (tx.f_code, begin) in self._tried:
-                self.need(owner)
+                self.capture_with(owner)
             self._learn(self._tried, {(tx.f_code, begin)})
             raise CaptureAgainError
 
@@ -233,7 +310,7 @@ class LaterValues:
     def read_tensor(self, tx: Any, function: Callable[..., Any], tensor: Any, args: Any, kwargs: Any) -> LaterVariable | None:
         """Return the variable of a value that is taken out of a tensor; None if the step needs it."""
         location = (tx.f_code, tx.instruction_pointer)
-        if self._refuses or location in self._needed:
+        if self._refuses or location in self._needed or tx.f_globals["__name__"].startswith("planner."):
             return None
         value = self.record(tx, function, [tensor, *args], kwargs)
         kind = tensor.as_proxy().node.meta["example_value"]
@@ -275,12 +352,14 @@ class LaterValues:
         """Make the captured code return the tensors of the calls, as its last result, as the graph ends."""
         self._follow(output)
         for tensor, version, location in self._versions:
-            if tensor.as_proxy().node.meta["example_value"]._version != version:
+            if _get_version(tensor) != version:
                 self._learn(self._copied, {location})
         if not self._refuses:
             self._store(output)
         if self._learned:
             raise CaptureAgainError
+        if self._read_now:
+            self._drop_unused()
         if self.calls:
             detached = [tensor.call_method(translator, "detach", [], {}) for tensor in self._tensors]
             returned = translator.stack[-1].realize()
@@ -288,6 +367,21 @@ class LaterValues:
             for node in reversed(output.graph.nodes):
                 if node in self._found and not node.users:
                     node.graph.erase_node(node)
+
+    def _drop_unused(self) -> None:
+        """Leave out calls for numbers that the step itself has read, if no other call takes them, with their tensors."""
+        used: set[object] = set()
+        for index in reversed(range(len(self.calls))):
+            if index not in self._read_now or Result(index) in used:
+                call = self.calls[index]
+                used |= {Result(index), *(x for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, _STAND_INS))}
+        tensors = [index for index in range(len(self._tensors)) if ReturnedTensor(index) in used]
+        calls = [index for index in range(len(self.calls)) if Result(index) in used]
+        places: dict[object, object] = {ReturnedTensor(index): ReturnedTensor(place) for place, index in enumerate(tensors)}
+        places |= {Result(index): Result(place) for place, index in enumerate(calls)}
+        move = partial(pytree.tree_map_only, _STAND_INS, places.__getitem__)
+        self.calls[:] = [replace(self.calls[i], args=move(self.calls[i].args), kwargs=move(self.calls[i].kwargs)) for i in calls]
+        self._tensors = [self._tensors[index] for index in tensors]
 
     def _store(self, output: private.OutputGraph) -> None:
         """Add the calls that set what the step sets to later values, and learn which objects are to be read later."""
@@ -371,7 +465,7 @@ class LaterValues:
     def _follow(self, output: private.OutputGraph) -> None:
         if output is not self._output:  # a restarted capture begins again
             self._output, self.calls, self.stored = output, [], set()
-            self._tensors, self._versions, self._found = [], [], set()
+            self._tensors, self._versions, self._found, self._read_now = [], [], set(), set()
 
     def _add(self, function: Any, args: Any, kwargs: Any, origins: frozenset[Any], example: object) -> LaterVariable:
         self.calls.append(LaterCall(function, args, kwargs))
@@ -457,13 +551,18 @@ class LaterValues:
         if location in self._copied:
             tensor = tensor.call_method(tx, "clone", [], {})
         else:
-            self._versions.append((tensor, tensor.as_proxy().node.meta["example_value"]._version, location))
+            self._versions.append((tensor, _get_version(tensor), location))
         self._tensors.append(tensor)
         return len(self._tensors) - 1
 
 
 class _UnknownError(Exception):
     """Raised for a value that is not known after the step."""
+
+
+def _get_version(variable: Any) -> int | None:
+    """Return how often the tensor of a variable was written so far; None for other variables."""
+    return variable.as_proxy().node.meta["example_value"]._version if variable.is_tensor() else None
 
 
 def _iterate_parts(variable: Any) -> Iterator[Any]:
@@ -524,11 +623,17 @@ def _wrap_or_read(values: LaterValues, wrap: Any, builder: Any, value: Any) -> A
 
 def _call_or_record(values: LaterValues, call: Any, tx: Any, function: Any, args: Any, kwargs: Any) -> None:
     given = (*args, *kwargs.values())
-    if (found := _find_recorded(values, function, given)) is not None:
-        target, owners = found
-        tx.push(values.record(tx, target, [*owners, *args], kwargs))
-    else:
+    if (found := _find_recorded(values, function, given)) is None:
         call(tx, function, args, kwargs)
+        return
+    target, owners = found
+    try:
+        tx.push(values.record(tx, target, [*owners, *args], kwargs))
+    except TraceError:  # what the step has made is an argument
+        if not any(isinstance(each.realize(), LaterVariable) for each in given):
+            raise
+        read = values.need_if_later
+        call(tx, function, [read(each) for each in args], {name: read(each) for name, each in kwargs.items()})
 
 
 def _call_or_record_builtin(values: LaterValues, call: Any, variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -570,9 +675,10 @@ def _step_or_need(values: LaterValues, step: Any, translator: Any) -> Any:
         may_be_recorded = not values._refuses and (isinstance(top, LaterVariable) or top.is_tensor())
         if may_be_recorded and record_test(values, translator):
             return True
-        for variable in translator.stack[-2 if decides[0] == "CONTAINS_OP" else -1 :]:
-            if isinstance(found := variable.realize(), LaterVariable):
-                values.need(found)
+        if top.is_tensor():
+            values.need_at(translator)
+        for place in (-2, -1) if decides[0] == "CONTAINS_OP" else (-1,):
+            translator.stack[place] = values.need_if_later(translator.stack[place], decides=True)
     if (translator.f_code, position) in values._tried and not values._refuses and record_try(values, translator):
         return True
     return step(translator)
@@ -590,7 +696,8 @@ def _handle_later(handler: Any, function: Any, tx: Any, args: Any, kwargs: Any) 
         return private.VariableTracker.build(tx, type(first.example))
     is_trained = any(arg.is_tensor() and arg.as_proxy().node.meta["example_value"].requires_grad for arg in args)
     if function in _NEEDING or (is_trained and function in _ARITHMETIC):
-        first.values.need(first)
+        known = [first.values.need_if_later(arg, decides=is_trained) for arg in args]
+        return private.BuiltinVariable(function).call_function(tx, known, kwargs)
     if function in (setattr, operator.setitem) and not isinstance(args[0], LaterVariable):
         return handler(tx, args, kwargs)
     if function is str.format:

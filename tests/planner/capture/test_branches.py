@@ -6,10 +6,12 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import CellType, FunctionType
 from typing import Any, Union, cast
 
 import numpy as np
 import pytest
+import scipy.optimize
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,6 +22,7 @@ from benchmarks.models.parts import FunctionModule
 from graphs.errors import MismatchError, TraceError
 from planner.capture.signature import call
 from planner.capture.trace import capture
+from planner.torch_private import capture as private
 from tests.support.budgets import between
 from tests.support.marks import slow
 from tests.support.models.outcomes import check_three_steps, executor
@@ -158,6 +161,36 @@ def test_changed_buffer_is_read_before_the_step() -> None:
     with pytest.raises(MismatchError, match=r"if self.calls > 2 else .* gives True for this batch, but gave False"):
         step(x)
     assert model.calls.item() == 2
+
+
+def make_library(name: str, function: Callable[[], object]) -> FunctionType:
+    """Return a function of a module `name` that calls `function`."""
+    return FunctionType((lambda: function()).__code__, {**globals(), "__name__": name}, closure=(CellType(function),))
+
+
+ask_library = make_library("first_library", make_library("second_library", torch.compiler.is_compiling))
+
+
+def need_many(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Ask a library that asks for a compiler, and use four numbers, three branches and an assignment of the batch."""
+    ask_library()
+    rows, columns = scipy.optimize.linear_sum_assignment(mask.float())
+    for share in (mask.float().mean().item(), float(mask.sum()) + 1.0, rows.size + 0.5, columns.size + 0.25):
+        x = x * share
+    return if_all(number_compared(either(x, mask), mask), mask)
+
+
+def test_all_that_needs_values_is_found_in_the_second_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures, fullgraph_capture = [], private.fullgraph_capture
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        captures.append(args)
+        return fullgraph_capture(*args, **kwargs)
+
+    monkeypatch.setattr(private, "fullgraph_capture", count)
+    captured = capture(Step(lambda x, mask: x, need_many), None, (torch.randn(4, 4), MASK))
+    assert len(captures) == 2
+    assert captured.conditions is not None
 
 
 def test_earlier_guard_fails_if_a_later_one_cannot_be_computed() -> None:

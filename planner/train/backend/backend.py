@@ -138,7 +138,8 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     compiled = private.refuse_double_backward(compiled, _DOUBLE_BACKWARD)
     if not planned:
         return budget.count(unplanned_graph, compiled)
-    return budget.note_reads(_drop_missing_gradients(compiled, planned), module)
+    reads = [len(node.users) for node in module.graph.find_nodes(op="placeholder")]
+    return _drop_missing_gradients(compiled, planned, budget, reads)
 
 
 def _build_planner(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[[PlannedGraph], None]:
@@ -189,19 +190,24 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    return _drop_missing_gradients(compiler(module, inputs), planned)
+    return _drop_missing_gradients(compiler(module, inputs), planned, budget, ())
 
 
-def _drop_missing_gradients(compiled: Callable[..., Any], planned: Sequence[PlannedGraph]) -> Callable[..., Any]:
+def _drop_missing_gradients(
+    compiled: Callable[..., Any], planned: Sequence[PlannedGraph], budget: SharedBudget, reads: Sequence[int]
+) -> Callable[..., Any]:
     """Return `compiled` with missing gradients as autograd has them.
 
-    Inputs that get no gradient are passed detached: autograd would call their hooks.
+    Inputs that get no gradient are passed detached: autograd would call their hooks. The `budget` learns how often the graph
+    `reads` each input.
     """
     (graph,) = planned
     without = set(graph.without_gradient)
 
     def run(*args: Any) -> Any:
         outputs = compiled(*(arg.detach() if i in without else arg for i, arg in enumerate(args)))
+        if budget.learning:
+            budget.note_reads(args, reads)
         leave_out_unread(graph, outputs, args)
         return outputs
 

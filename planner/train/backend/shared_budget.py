@@ -110,6 +110,7 @@ class SharedBudget:
         settings: of the plan of each graph.
         budget: the budget; ``auto`` is replaced by bytes when they are known.
         memory: the memory that it counts; the default depends on the device of the first graph.
+        learning: True until the graphs of a step and what they keep are known.
     """
 
     def __init__(self, settings: BackendSettings) -> None:
@@ -119,7 +120,7 @@ class SharedBudget:
         self._shared_channels = None if options.host_bytes is None else SharedChannels(options.host_bytes)
         self.forward_runs: list[_ForwardRun] = []
         self._planned: dict[tuple[PlannedGraph, ...], _StepBudget] = {}  # steps whose graphs are planned together
-        self._learning, self._warned = True, False
+        self.learning, self._warned = True, False
         self._reads: dict[object, list[int]] = {}  # by what a step computes gradients of, how often each of its graphs reads it
         self._largest_bytes = 0  # peak of a step without recomputation
         self.known_graphs: dict[PlannedGraph, PassStorages] = {}
@@ -161,7 +162,7 @@ class SharedBudget:
         Raises:
             InfeasibleError, LimitError: no schedule fits beside the memory that earlier graphs keep.
         """
-        self._learning = True
+        self.learning = True
         if isinstance(self.budget, Auto):
             self.budget = Bytes(_compute_auto_bytes(inputs, model := list(model)))
         self.forward_runs = [run for run in self.forward_runs if run.alive]
@@ -317,38 +318,30 @@ class SharedBudget:
             self._plan_again(graph)
         if (call := CALL.get()) is not None:
             call.budget = self
-        if self._learning:
+        if self.learning:
             self.known_graphs[graph] = self._collect_storages(args)
         run = _ForwardRun(graph, self.known_graphs[graph])
 
         def end(returned: list[Any], plan: torch.Tensor) -> None:
-            if self._learning:
+            if self.learning:
                 run.seen.add_outputs(returned)
             run.plan = StorageWeakRef(plan.untyped_storage())
             self.forward_runs.append(run)
 
         return end
 
-    def note_reads(self, compiled: Callable[..., Any], module: fx.GraphModule) -> Callable[..., Any]:
-        """Return `compiled`, which runs `module`, such that what it reads is known when its step has ended."""
-        counts = [len(node.users) for node in module.graph.find_nodes(op="placeholder")]
-
-        def call(*args: Any) -> Any:
-            returned = compiled(*args)
-            if self._learning:
-                for arg, count in zip(args, counts, strict=True):
-                    if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                        self._reads.setdefault((id(arg.grad_fn or arg), arg.output_nr), []).append(count)
-            return returned
-
-        return call
+    def note_reads(self, args: Sequence[object], counts: Sequence[int]) -> None:
+        """Note how often a graph of the present step reads each of `args`."""
+        for arg, count in zip(args, counts, strict=False):  # none is counted of Inductor's kernels
+            if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                self._reads.setdefault((id(arg.grad_fn or arg), arg.output_nr), []).append(count)
 
     def count(self, graph: UnplannedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return `compiled`, which runs `graph`, such that its memory counts for the planned graphs of its steps."""
 
         def call(*args: Any) -> Any:
             returned = compiled(*args)
-            if self._learning:
+            if self.learning:
                 seen = PassStorages.of(args, graph, get_outside())
                 seen.add_outputs(returned)
                 if any(run.alive for run in self.forward_runs):
@@ -362,7 +355,7 @@ class SharedBudget:
     def count_left_out(self, nodes: Collection[Any], outside: Collection[Any]) -> None:
         """Count what autograd holds behind `nodes`, the results of the model, for code after the last of its planned graphs."""
         alive = [run.seen for run in self.forward_runs if run.alive]
-        if self._learning and alive and (left_out := find_left_out(alive, nodes, outside)) is not None:
+        if self.learning and alive and (left_out := find_left_out(alive, nodes, outside)) is not None:
             alive[-1].followed_by.append(left_out)
 
     def _collect_storages(self, inputs: Iterable[object]) -> PassStorages:
@@ -403,9 +396,9 @@ class SharedBudget:
         reads, self._reads = self._reads, {}
         step = tuple(run.graph for run in runs)
         if step in self._planned:
-            self._learning = False
-        elif not self._learning:
-            self._learning = True  # the step has changed: observe the next one
+            self.learning = False
+        elif not self.learning:
+            self.learning = True  # the step has changed: observe the next one
         else:
             seen = [run.seen for run in runs]
             whole = self.compute_whole_bytes(step, seen)

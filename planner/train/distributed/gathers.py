@@ -102,7 +102,6 @@ def add_units(captured: Capture, units: Iterable[ShardedUnit], measure: Callable
     Raises:
         TraceError: the step returns a parameter, or a unit cannot be reduced.
     """
-    calls = count_module_calls(captured.nodes)
     graph, program = captured.graph, captured.program
     ids = {source.name: source.tensor for source in program.sources if source.kind is Kind.PARAMETER}
     ids = {name.removeprefix("model."): tensor for name, tensor in ids.items()}
@@ -115,18 +114,13 @@ def add_units(captured: Capture, units: Iterable[ShardedUnit], measure: Callable
     for unit in placed:
         if returned := [p.name for t, p in (*unit.unread.items(), *unit.gathered.items()) if t in own]:
             raise TraceError(f"the step returns the parameter {returned[0]} itself, which is sharded: return a copy (clone())")
-        times = max(sum(calls[f"model.{path}"] for path in paths) for paths in unit.unit.modules)
-        if unit.reduction and unit.additions and times > 1:
-            raise TraceError(
-                f"{unit.unit.name} is called {times} times in the step, and there are sums of its earlier gradients: FSDP2 "
-                "reduces these apart from the gradients of this step, a plan together, with other bits: leave out "
-                "set_requires_gradient_sync(False) for it, or call fully_shard on the module that calls it"
-            )
         if unit.unit.reduces_unused and (unused := unit.list_unused()):
             raise TraceError(
                 f"set_reduce_scatter_unused_params(True) on {unit.unit.name}, but the step does not train {unused[0]}, whose "
                 "gradient would be None and not zeros: freeze it, or leave the setting out"
             )
+    if sums := [unit.unit for unit in placed if unit.reduction and unit.additions]:
+        _check_calls(sums, count_module_calls(captured.nodes))
     device = torch.device(graph.device)
     unread = {t: p for unit in placed for t, p in unit.unread.items()}
     tensors = tuple(
@@ -142,6 +136,18 @@ def add_units(captured: Capture, units: Iterable[ShardedUnit], measure: Callable
     inserted = insert_units(replace(graph, tensors=tensors), described, produced)
     nodes = tuple(None if op is None else captured.nodes[op] for op in inserted.sources)
     return replace(captured, graph=inserted.graph, program=_extend_program(program, used, inserted), nodes=nodes)
+
+
+def _check_calls(units: Iterable[ShardedUnit], calls: Mapping[str, int]) -> None:
+    """Raise TraceError if a step `calls` one of `units`, which have sums of earlier gradients, more than once."""
+    for unit in units:
+        times = max(sum(calls[f"model.{path}"] for path in paths) for paths in unit.modules)
+        if times > 1:
+            raise TraceError(
+                f"{unit.name} is called {times} times in the step, and there are sums of its earlier gradients: FSDP2 "
+                "reduces these apart from the gradients of this step, a plan together, with other bits: leave out "
+                "set_requires_gradient_sync(False) for it, or call fully_shard on the module that calls it"
+            )
 
 
 def _extend_program(program: Program, units: Sequence[_PlacedUnit], inserted: InsertedUnits) -> Program:

@@ -15,7 +15,10 @@ from graphs.io.documents import convert_to_json, shorten
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/(?P<process>[0-9]+))/fd/(?P<number>[0-9]+)")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character, which is invalid without the other half
 _MOST_LINKS = 40  # symbolic links to follow, as on Linux
-_FORMATS = {".csv", ".html", ".json", ".lp", ".md", ".mps", ".pdf", ".pickle", ".png", ".py", ".svg", ".toml"}
+_DOCUMENTS = {".doc", ".docx", ".htm", ".html", ".ipynb", ".log", ".md", ".odt", ".pdf", ".rst", ".tex", ".txt"}
+_DATA = {".csv", ".db", ".json", ".jsonl", ".npy", ".npz", ".parquet", ".toml", ".tsv", ".xls", ".xlsx", ".xml", ".yaml", ".yml"}
+_OTHERS = {".gz", ".jpeg", ".jpg", ".lp", ".mps", ".pickle", ".pkl", ".png", ".pt", ".pth", ".py", ".safetensors", ".svg", ".zip"}
+_FORMATS = _DOCUMENTS | _DATA | _OTHERS
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, object]:

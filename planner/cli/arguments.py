@@ -313,8 +313,14 @@ def refuse_how_to_trace(arguments: argparse.Namespace, graph: str) -> None:
 
 
 def build_tracing(arguments: argparse.Namespace, **changes: Any) -> Tracing:
-    """Return the settings from the options of ``add_how_to_trace``, with `changes` to those of the trace."""
+    """Return the settings from the options of ``add_how_to_trace``, with `changes` to those of the trace.
+
+    Raises:
+        UsageError: ops are to be timed on a device that is modelled.
+    """
     options = OptionSettings(tuple(getattr(arguments, "options", None) or ()))  # for commands that have them
+    if arguments.roofline is not None and arguments.passes != _HOW_TO_TRACE["passes"]:
+        raise UsageError("--passes says how often ops are timed, and with --roofline none is run: leave one of them out")
     given = select_attributes(arguments, "roofline", "optimizer", "accumulate", "passes")
     return Tracing(PlanSettings(**given | {"options": options} | changes), device=arguments.device, seed=arguments.seed)
 

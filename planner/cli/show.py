@@ -53,8 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
             f"the curve with planner curve --memory {plan.memory}"
         )
     graph_path = _find_graph(plan, arguments.plan) if arguments.graph is None else Path(arguments.graph)
-    for path in wanted:
-        check_writable(path, *(source for source in (arguments.plan, graph_path, arguments.curve) if source is not None))
+    read = [source for source in (arguments.plan, graph_path, arguments.curve) if source is not None]
+    for path, suffix in ((arguments.output, ".html"), (arguments.trace, ".json")):
+        if path is not None:
+            check_writable(path, *read, suffix=suffix)
     graph = read_graph(graph_path)
     timeline = Timeline(apply_plan_options(graph, plan), plan)
     write_pages(timeline, arguments.output, arguments.trace, curve)

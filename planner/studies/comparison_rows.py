@@ -13,7 +13,7 @@ from graphs.units import format_bytes, format_seconds
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.rows import FIRST, KeptRows, declare_column, declare_key, declare_text, declare_value
 from solvers.registry import SOLVERS
-from solvers.result import compute_gap
+from solvers.result import Status, compute_gap
 
 OPTIMUM = "windows"  # the method whose bound holds for all
 PEAK_OF = "peak of "  # prefix of budgets that are the measured peak of another method
@@ -177,3 +177,11 @@ def bound_of(rows: Sequence[ComparisonRow], budget_bytes: int) -> float | None:
     proofs = [row for row in rows if row.method == OPTIMUM and row.budget_bytes and row.budget_bytes >= budget_bytes]
     bounds = [row.bound_s for row in proofs if row.bound_s is not None]
     return max(bounds, default=None)
+
+
+def format_bound(rows: Sequence[ComparisonRow], budget_bytes: int) -> str:
+    """Return the bound on the overhead at `budget_bytes`; "infeasible" where it is proved that no schedule fits."""
+    if any(row.method == OPTIMUM and row.budget_bytes == budget_bytes and row.status == Status.INFEASIBLE for row in rows):
+        return "infeasible"
+    bound_s = bound_of(rows, budget_bytes)
+    return "none" if bound_s is None else f"{bound_s / rows[0].base_s - 1:z.2%}"

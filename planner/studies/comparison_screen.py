@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from graphs.units import format_bytes
 from planner.show.views.text import format_table
-from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, bound_of, list_methods, select_simulated
+from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, format_bound, list_methods, select_simulated
 from planner.studies.comparisons import format_cell
 from planner.studies.tables import group_by
 
@@ -37,7 +37,10 @@ def format_screen(rows: Sequence[ComparisonRow], *, methods: int = METHODS) -> s
     header = ("method", *(f"{format_bytes(size)}{_share(labels[size])}" for size in columns), "")
     lines = [(name, *(_format_cell(of_method[name].get(size)) for size in columns), _mark(name, best)) for name in listed]
     said = "measured, over eager PyTorch" if replayed else "by simulation, over the step without recomputation"
-    parts = [f"overhead {said}", format_table(header, [*lines, _format_bounds(shown, columns)], numbers=0)]
+    parts = [
+        f"overhead {said}",
+        format_table(header, [*lines, ("bound", *(format_bound(shown, budget) for budget in columns), "")], numbers=0),
+    ]
     some = [
         f"{len(part)} of {len(whole)} {name}"
         for name, part, whole in (("methods", listed, ranked), ("budgets", columns, budgets))
@@ -76,9 +79,3 @@ def _share(label: str) -> str:
 
 def _mark(name: str, best: str | None) -> str:
     return _OURS if name == OPTIMUM else _BEST if name == best else ""
-
-
-def _format_bounds(rows: Sequence[ComparisonRow], budgets: Sequence[int]) -> tuple[str, ...]:
-    """Return the last row: the proved bound at each budget."""
-    bounds = (bound_of(rows, budget) for budget in budgets)
-    return ("bound", *("-" if bound is None else f"{bound / rows[0].base_s - 1:z.2%}" for bound in bounds), "")

@@ -10,9 +10,9 @@ from graphs.io.files import write_text
 from graphs.units import format_bytes
 from planner.studies.best_rows import NOT_TRIED, WHY_NOT, build_tuned_table
 from planner.studies.comparison_plots import plot_measured, plot_memory, plot_overhead
-from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, bound_of, list_methods, select_simulated
+from planner.studies.comparison_rows import PEAK_OF, ComparisonRow, RunBy, format_bound, list_methods, select_simulated
 from planner.studies.tables import format_bold, group_by, join_markdown
-from solvers.result import Reason, Status, compute_gap
+from solvers.result import Reason, compute_gap
 
 LEGEND = (
     "does not apply: the method does not support this model, at any budget; OOM: the method needs more memory; thrash: the step "
@@ -99,7 +99,7 @@ def build_simulated_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]
     """Return the table of overheads by budget and method; the least is in bold, the bound is the last column."""
     header, *lines = _build_rows_by_budget(rows, format_cell, lambda row: row.overhead, 4)
     budgets = sorted({row.budget_bytes or 0 for row in rows}, reverse=True)
-    bounds = [_bound_text(rows, budget) for budget in budgets]
+    bounds = [format_bound(rows, budget) for budget in budgets]
     return [(*header, "bound"), *((*line, bound) for line, bound in zip(lines, bounds, strict=True))]
 
 
@@ -221,10 +221,3 @@ def _build_rows_by_budget(
         label = own[-1].budget
         lines.append((format_bytes(budget_bytes) + (f" ({label})" if label.endswith("%") else ""), *cells))
     return [("budget", *methods), *lines]
-
-
-def _bound_text(rows: Sequence[ComparisonRow], budget_bytes: int) -> str:
-    if any(row.method == OPTIMUM and row.budget_bytes == budget_bytes and row.status == Status.INFEASIBLE for row in rows):
-        return "infeasible"
-    bound_s = bound_of(rows, budget_bytes)
-    return "none" if bound_s is None else f"{bound_s / rows[0].base_s - 1:.2%}"

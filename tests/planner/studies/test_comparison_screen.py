@@ -52,6 +52,12 @@ def test_ours_is_shown_where_others_are_better(rows: list[ComparisonRow]) -> Non
     assert any(line[0] == "windows" for line in lines(few, methods=3))
 
 
+def test_the_bound_says_where_no_schedule_fits(tmp_path: Path) -> None:
+    found = compare(make_training_chain(4), ("100%", "1B"), ("windows",), tmp_path, StudySettings(total_time_limit_s=5))
+    (bounds,) = [line for line in lines(found) if line[0] == "bound"]
+    assert [cell.strip() for cell in bounds if cell.strip()] == ["bound", "0.00%", "infeasible"]
+
+
 def test_compare_needs_no_matplotlib(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     graph, folder, imported = tmp_path / "model.json", tmp_path / "out", builtins.__import__
     write_graph(make_training_chain(4), graph)

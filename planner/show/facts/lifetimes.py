@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphs.ir import Op, Tensor
+from graphs.overwriting import Overwriting, Pairs
 from graphs.pools import DEVICE
 from graphs.schedule import Free
 from planner.show.facts.columns import MemoryInterval, iterate_stretches_by_step
@@ -70,24 +71,24 @@ class _Following:
         self.open: dict[int, _Open] = {}
 
     def follow(self) -> list[Life]:
+        overwriting = Overwriting(self.graph)
         for index, step in enumerate(self.steps):
+            pairs = overwriting.follow(self.steps, index)
             if isinstance(step, Free):
                 self.end(step.tensor, self.at_step[index])
             else:
-                self.compute(index, self.graph.ops[step.op])
+                self.compute(self.at_step[index], self.graph.ops[step.op], pairs)
         for tensor in tuple(self.open):
             self.end(tensor, self.at_step[-1])
         return self.lives
 
-    def compute(self, index: int, op: Op) -> None:
-        tensors, now = self.graph.tensors, self.at_step[index]
+    def compute(self, now: int, op: Op, pairs: Pairs) -> None:
+        tensors = self.graph.tensors
         for t in op.inputs:
             if t in self.open:
                 self.open[t].last_reader = op
-        if op.overwrites:
-            freed = self._find_freed_after(index)
-            for t in (read for _, read in op.overwrites if read in freed):
-                self.end(t, now)  # its memory now belongs to the output
+        for _, t in pairs:
+            self.end(t, now)  # its memory now belongs to the output
         for t in op.outputs:
             if tensors[t].pool != DEVICE:
                 continue
@@ -100,12 +101,3 @@ class _Following:
         """End the life of tensor `t` before the moment `now`, if it has not ended yet."""
         if (life := self.open.pop(t, None)) is not None:
             self.lives.append(Life(self.graph.tensors[t], life.producer, life.born, now, life.last_reader))
-
-    def _find_freed_after(self, index: int) -> set[int]:
-        """Return the tensors freed between step `index` and the next execution."""
-        freed = set()
-        for step in self.steps[index + 1 :]:
-            if not isinstance(step, Free):
-                break
-            freed.add(step.tensor)
-        return freed

@@ -10,6 +10,7 @@ import torch
 from benchmarks.offload import compute_budget_bytes
 from graphs.ir import Op
 from graphs.options import remove_options
+from graphs.reordering import Reordering
 from graphs.schedule import keep_everything
 from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
@@ -31,7 +32,7 @@ from planner.studies.solves import solve_allocated
 from planner.studies.tables import Column, format_markdown, group_by, share_column
 from solvers.clock import Clock
 from solvers.least import bracket_least_budget
-from solvers.order.reorder import Reordering, find_order
+from solvers.order.reorder import find_order, map_result_back
 
 # At sizes at which a step takes 10 to 100 ms on one thread; logits have the same relative size as in real models.
 MEASURED: Mapping[str, Callable[[], Workload]] = {
@@ -123,7 +124,7 @@ class _Step:
         row = replace(blank, budget_bytes=compute_budget_bytes(blank.budget, self.least_bytes, blank.base_peak_bytes))
         assert row.budget_bytes is not None
         solved = solve_allocated(self.order.graph, row.budget_bytes, clock(), tolerance=_TOLERANCE)
-        result = self.order.map_result_back(solved)
+        result = map_result_back(self.order, solved)
         if result.schedule is None or result.time_s is None:
             return replace(row, error=" ".join(result.message.split()))
         graph = self.captured.graph

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from graphs.ir import Graph
+from graphs.reordering import Reordering, keep_program_order, permute
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.options import order_as_executed
@@ -13,7 +14,7 @@ from planner.memory.reserved import is_on_cuda
 from planner.settings.plan import PlanSettings
 from solvers.arena.solve import solve_in_arena
 from solvers.order.background import OrderSearch
-from solvers.order.reorder import Reordering, keep_program_order, permute, reorder_by
+from solvers.order.reorder import reorder_by
 from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order, solve_reordered
 from solvers.registry import Solver, get_solver
 from solvers.request import Request

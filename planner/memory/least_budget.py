@@ -12,6 +12,7 @@ from graphs.errors import ScheduleError
 from graphs.ir import Graph
 from graphs.options import extract_eager_program
 from graphs.options.selection import TRACED
+from graphs.reordering import Reordering, keep_program_order, permute
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.memory.allocated_budget import build_solver_in_order
@@ -21,7 +22,7 @@ from planner.settings.counted_memory import CountedMemory
 from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock, measure_rest
 from solvers.least import find_least_known, narrow_bracket
-from solvers.order.reorder import Reordering, find_order, keep_program_order, permute
+from solvers.order.reorder import find_order
 from solvers.pass_ends import add_pass_ends
 from solvers.request import Request
 from solvers.result import Status

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from graphs.pools import DEVICE
+from graphs.reordering import keep_program_order
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
@@ -22,7 +23,6 @@ from planner.memory.reserved import DeviceTraining, choose_arena, predict_beside
 from planner.settings.counted_memory import CountedMemory
 from solvers.clock import measure_rest
 from solvers.margins import Margins, MarginSearch, add_margins
-from solvers.order.reorder import keep_program_order
 from solvers.order.solve import SolvedOrder
 from solvers.request import Request, Start
 from solvers.result import SOLVED, Ending, Reason, Result, SolveProgress, Status, decide_status, is_within

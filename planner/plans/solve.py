@@ -17,6 +17,7 @@ from graphs.ir import Graph, check_is_graph
 from graphs.options.compress import predict_gradient_error
 from graphs.options.option import Feature
 from graphs.options.selection import describe_differences
+from graphs.reordering import Reordering, keep_program_order
 from graphs.schedule import Schedule
 from graphs.short_tracebacks import shorten_traceback, warn_caller
 from graphs.simulate import simulate
@@ -43,7 +44,7 @@ from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings, select_settings
 from solvers.arena.solve import ARENA_SIZES
 from solvers.clock import Clock
-from solvers.order.reorder import Reordering, find_order, keep_program_order
+from solvers.order.reorder import find_order, map_result_back
 from solvers.registry import get_solver
 from solvers.request import Request, Start
 from solvers.result import Result, SolveProgress, Status
@@ -311,7 +312,7 @@ def _solve_least_memory(request: Request, overhead: float, settings: PlanSetting
     graph, clock = request.graph, request.clock
     order = order_for(graph, settings.solver, reorder=settings.reorder, clock=clock.start_part(_REORDER_SHARE * clock.limit))
     found = solve_least_memory(get_solver(settings.solver), replace(request, graph=order.graph), overhead)
-    return map_result_to_step(graph, order.map_result_back(found))
+    return map_result_to_step(graph, map_result_back(order, found))
 
 
 def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock | None = None) -> Reordering:

@@ -16,6 +16,7 @@ from graphs.errors import BudgetError, PlannerError
 from graphs.escape import escape_text
 from graphs.ir import Graph
 from graphs.options import remove_options
+from graphs.reordering import keep_program_order
 from graphs.schedule import Schedule
 from planner.measure.machine import commit, describe_machine
 from planner.memory.reserved import choose_memory, predict_eager_bytes, predict_reserved_at
@@ -29,7 +30,6 @@ from planner.studies.settings import StudySettings
 from planner.studies.solves import solve_in_order
 from planner.studies.workers import return_false
 from solvers.clock import Clock, WallClock, measure_rest
-from solvers.order.reorder import keep_program_order
 from solvers.registry import SOLVERS, check_solver, estimate_program_time_s, get_solver
 from solvers.result import SOLVED, Reason
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from graphs.errors import BudgetError, FormatError, OutputError
 from graphs.io.files import read_text
 from graphs.ir import Graph
+from graphs.reordering import Reordering
 from graphs.units import format_bytes
 from planner.capture.options import apply_options
 from planner.memory.least_budget import LeastBudget, find_least_budget
@@ -34,7 +35,6 @@ from planner.studies.settings import StudySettings
 from planner.studies.solves import solve_in_order
 from planner.studies.workers import ignore, return_false
 from solvers.clock import Clock, WallClock, measure_rest
-from solvers.order.reorder import Reordering
 from solvers.registry import get_solver
 from solvers.result import Result, decide_status
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from graphs.errors import PlannerError
 from graphs.options import remove_options
 from graphs.options.offload import remove_offload
+from graphs.reordering import Reordering, permute
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
@@ -22,7 +23,6 @@ from planner.settings.counted_memory import CountedMemory
 from planner.studies.workers import ignore
 from solvers.bounds import bound_least_budget
 from solvers.clock import Clock, measure_rest
-from solvers.order.reorder import Reordering, permute
 from solvers.pass_ends import add_pass_ends
 from solvers.result import SOLVED, Result, Status, compute_gap, decide_status
 

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from graphs.ir import Graph
+from graphs.reordering import Reordering
 from planner.memory.allocated_budget import build_solver_in_order
 from planner.memory.reserved_budget import solve_counted
 from planner.settings.counted_memory import CountedMemory
 from solvers.clock import Clock
-from solvers.order.reorder import Reordering
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result

@@ -5,8 +5,9 @@ from contextlib import contextmanager
 from functools import partial
 
 from graphs.ir import Graph
+from graphs.reordering import Reordering
 from solvers.clock import BackgroundThread, Clock
-from solvers.order.reorder import Reordering, find_order, lowers_peak, may_lower_peak
+from solvers.order.reorder import find_order, lowers_peak, may_lower_peak
 
 _POLL = 0.05  # of the clock
 _GRACE_S = 5.0  # wait for its end after a request to stop

@@ -7,13 +7,13 @@ after a minute.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from graphs.ir import Graph, Op
 from graphs.options import extract_eager_program, remove_options
-from graphs.schedule import Compute, Schedule
+from graphs.reordering import Reordering, keep_program_order, permute
+from graphs.schedule import Schedule
 from solvers.bounds import bound_least_budget
 from solvers.clock import Clock, WorkClock, poll
 from solvers.order.peak import bound_any_order_peak_bytes, find_peak, keep_everything_peak_bytes
@@ -25,40 +25,13 @@ _WORK_PER_MOVE = 1e-7  # per move and passed op
 _LOWER = 1e-4  # relative to the peak; a smaller decrease gains nothing
 
 
-@dataclass(frozen=True, slots=True)
-class Reordering:
-    """A graph with its ops in another order.
+def map_result_back(order: Reordering, result: Result) -> Result:
+    """Return a result for the graph in `order` as a result for its source; its settings record if the order has changed.
 
-    Attributes:
-        graph: the same ops and tensors; tensors keep their ids, ops are numbered by the new order.
-        original: for each op of `graph` its id in `source`.
+    Its bound is valid for schedules whose first executions are in the new order.
     """
-
-    source: Graph
-    graph: Graph
-    original: tuple[int, ...]
-
-    @property
-    def changed(self) -> bool:
-        """True if the order differs from the original one."""
-        return self.original != tuple(range(len(self.original)))
-
-    def map_back(self, schedule: Schedule) -> Schedule:
-        """Return a schedule of `graph` as a schedule of `source`, with the same time and memory."""
-        return Schedule(tuple(Compute(self.original[step.op]) if isinstance(step, Compute) else step for step in schedule.steps))
-
-    def schedule_of_graph(self, schedule: Schedule) -> Schedule:
-        """Return a schedule of `source` as a schedule of `graph`."""
-        place = {op: position for position, op in enumerate(self.original)}
-        return Schedule(tuple(Compute(place[step.op]) if isinstance(step, Compute) else step for step in schedule.steps))
-
-    def map_result_back(self, result: Result) -> Result:
-        """Return a result for `graph` as a result for `source`; its settings record if the order has changed.
-
-        Its bound is valid for schedules whose first executions are in the new order.
-        """
-        schedule = None if result.schedule is None else self.map_back(result.schedule)
-        return result.map_to(schedule=schedule, settings={**result.settings, "reordered": self.changed})
+    schedule = None if result.schedule is None else order.map_back(result.schedule)
+    return result.map_to(schedule=schedule, settings={**result.settings, "reordered": order.changed})
 
 
 def find_order(graph: Graph, clock: Clock | None = None, should_stop: Callable[[], bool] | None = None) -> Reordering:
@@ -109,22 +82,6 @@ def lowers_peak(order: Reordering) -> bool:
     """Return True if keeping everything has a notably lower peak in `order` than in program order."""
     before, after = (keep_everything_peak_bytes(extract_eager_program(graph)) for graph in (order.source, order.graph))
     return after < (1 - _LOWER) * before
-
-
-def keep_program_order(graph: Graph) -> Reordering:
-    """Return `graph` in its own order."""
-    return Reordering(graph, graph, tuple(range(len(graph.ops))))
-
-
-def permute(graph: Graph, order: Sequence[int]) -> Reordering:
-    """Return `graph` with its ops in `order`; raise a GraphError if `order` is not topological, or mixes phases."""
-    place = {op: position for position, op in enumerate(order)}
-    ops = tuple(
-        replace(graph.ops[op], id=position, replaces=tuple(sorted(place[p] for p in graph.ops[op].replaces)))
-        for position, op in enumerate(order)
-    )
-    tensors = tuple(replace(t, producers=tuple(place[p] for p in t.producers)) for t in graph.tensors)
-    return Reordering(graph, replace(graph, ops=ops, tensors=tensors), tuple(order))
 
 
 def reorder_by(graph: Graph, schedule: Schedule) -> Reordering:

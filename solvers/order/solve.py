@@ -12,9 +12,10 @@ bound holds for all orders than those of ``solvers.bounds`` and ``solvers.order.
 import math
 from dataclasses import dataclass, replace
 
+from graphs.reordering import Reordering, keep_program_order
 from solvers.bounds import find_any_order_need
 from solvers.order.background import OrderSearch
-from solvers.order.reorder import Reordering, find_order, keep_program_order, reorder_by
+from solvers.order.reorder import find_order, map_result_back, reorder_by
 from solvers.registry import Solver
 from solvers.request import Request, Start
 from solvers.result import SOLVED, Ending, Result, SolveProgress, Status, decide_status, get_tolerance, is_within
@@ -42,7 +43,7 @@ class SolvedOrder:
 def solve_in(order: Reordering, solve: Solver, request: Request) -> SolvedOrder:
     """Solve `request`, with the ops of its graph in `order`."""
     asked = request.map_to(order.graph, order.map_back, order.schedule_of_graph)
-    return SolvedOrder(order.map_result_back(solve(asked)), order)
+    return SolvedOrder(map_result_back(order, solve(asked)), order)
 
 
 def solve_reordered(solve: Solver, request: Request) -> SolvedOrder:

@@ -7,6 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from graphs.ir import Graph
 from graphs.options.offload import NO_OFFLOADS, Offloads
+from graphs.reordering import permute
 from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
@@ -15,7 +16,7 @@ from graphs.synthetic.small import make_training_chain
 from solvers import bounds
 from solvers.bounds import MemoryNeed, bound_least_budget, describe_need, describe_too_small, find_any_order_need, need_at
 from solvers.margins import Margins, MarginSearch, add_margins, find_largest_difference, find_middle
-from solvers.order.reorder import list_constraints, permute
+from solvers.order.reorder import list_constraints
 from tests.support.graphs.small_graphs import diamond, kept_output, two_outputs
 
 

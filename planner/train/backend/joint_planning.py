@@ -10,7 +10,7 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.memory.fit import find_largest
 from planner.train.backend.planned_graph import PlannedGraph
-from planner.train.backend.rest_of_step import add_rest, build_keep_everything, find_lean_schedule, map_back_rest
+from planner.train.backend.rest_of_step import add_rest, build_keep_everything, find_lean_schedule
 from planner.train.backend.shared_channels import compute_host_room
 from planner.train.backend.step_memory import (
     PassStorages,
@@ -148,12 +148,12 @@ class JointPlanning:
         for graph in self._graphs:
             captured, room = remove_options(graph.captured.graph), self._compute_room(graph, kept)
             roomy = add_rest(captured, graph.tangents, self._compute_rest(graph, room, kept))
-            schedule: Schedule | None = keep_everything(roomy)
-            if schedule is not None and simulate(roomy, schedule).peak_bytes > room:
-                schedule = find_least_evicting_schedule(roomy, WallClock(min(_WITNESS_S, self._limit_s)))
-            if schedule is None or simulate(roomy, schedule).peak_bytes > room:
+            schedule: Schedule | None = keep_everything(roomy.graph)
+            if schedule is not None and simulate(roomy.graph, schedule).peak_bytes > room:
+                schedule = find_least_evicting_schedule(roomy.graph, WallClock(min(_WITNESS_S, self._limit_s)))
+            if schedule is None or simulate(roomy.graph, schedule).peak_bytes > room:
                 return None
-            found[graph] = map_back_rest(captured, schedule)
+            found[graph] = roomy.map_back(schedule)
         return found
 
     def _compute_room(self, graph: PlannedGraph, kept: Mapping[PlannedGraph, int]) -> int:

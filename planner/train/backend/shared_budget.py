@@ -54,7 +54,7 @@ from planner.settings.option_settings import OptionSettings
 from planner.train.backend.joint_planning import JointPlanning
 from planner.train.backend.model_calls import CALL, get_outside, list_model_tensors
 from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
-from planner.train.backend.rest_of_step import add_rest, build_keep_everything, find_lean_schedule, map_back_rest
+from planner.train.backend.rest_of_step import add_rest, build_keep_everything, find_lean_schedule
 from planner.train.backend.settings import BackendSettings
 from planner.train.backend.shared_channels import SharedChannels, compute_host_room, set_host_bytes
 from planner.train.backend.step_memory import (
@@ -508,7 +508,7 @@ class SharedBudget:
         captured = graph.captured.graph
         roomy = add_rest(set_host_bytes(captured, host_bytes), graph.tangents, rest_bytes)
         try:
-            schedule = map_back_rest(captured, self._solve(roomy, budget_bytes))
+            schedule = roomy.map_back(self._solve(roomy.graph, budget_bytes))
         except (InfeasibleError, LimitError):
             return known
         allowed = max(budget_bytes - captured.static_bytes - rest_bytes, count_kept_bytes(captured, known))

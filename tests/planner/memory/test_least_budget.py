@@ -11,6 +11,7 @@ from graphs.errors import InfeasibleError, LimitError
 from graphs.ir import Graph
 from graphs.options.offload import OFFLOAD
 from graphs.options.surroundings import Link, Surroundings
+from graphs.reordering import keep_program_order
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from graphs.synthetic.transformer import TransformerSize, transformer
@@ -31,7 +32,7 @@ from planner.studies.settings import StudySettings
 from planner.studies.solves import solve_in_order
 from solvers.clock import WallClock, WorkClock
 from solvers.least import find_least_known
-from solvers.order.reorder import find_order, keep_program_order
+from solvers.order.reorder import find_order
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import SOLVED, Result, Status

@@ -11,6 +11,7 @@ from graphs.allocators.caching import EXPANDABLE
 from graphs.allocators.training import least_capacity_bytes, usage_of
 from graphs.errors import FormatError, InfeasibleError, LimitError, MismatchError, UsageError
 from graphs.ir import Graph, Kind
+from graphs.reordering import keep_program_order
 from graphs.schedule import keep_everything
 from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
@@ -31,7 +32,6 @@ from planner.show.facts.graph import collect_graph_facts
 from planner.show.report.graph_text import describe_graph
 from planner.studies.budget_analysis import advise_graph
 from solvers.clock import WorkClock
-from solvers.order.reorder import keep_program_order
 from solvers.order.solve import SolvedOrder
 from solvers.registry import get_solver
 from solvers.request import Request

@@ -16,6 +16,7 @@ from graphs.errors import BudgetError, GraphError, InfeasibleError, LimitError, 
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph, Kind
 from graphs.options.surroundings import OtherDevice
+from graphs.reordering import Reordering
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_graph, draw_training_step
@@ -32,7 +33,7 @@ from planner.show.report.describe import plan_data, plan_text
 from solvers import clock
 from solvers.addresses.solve import solve as solve_addresses
 from solvers.clock import Clock, WallClock, measure_rest
-from solvers.order.reorder import Reordering, find_order
+from solvers.order.reorder import find_order
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Ending, Result, Status

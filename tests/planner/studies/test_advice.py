@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import planner
 from graphs.errors import PlannerError, UsageError
 from graphs.ir import Graph
+from graphs.reordering import Reordering
 from graphs.synthetic.random_graphs import draw_graph
 from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
@@ -28,7 +29,6 @@ from planner.studies.advice import Advice
 from planner.studies.budget_analysis import BETWEEN, advise_graph
 from planner.studies.solves import solve_in_order
 from solvers.clock import Clock
-from solvers.order.reorder import Reordering
 from solvers.result import Result
 from tests.support.marks import slow_except
 

@@ -12,6 +12,7 @@ import planner
 from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.ir import Graph
 from graphs.options.surroundings import OtherDevice
+from graphs.reordering import keep_program_order
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_graph, draw_training_step
@@ -27,7 +28,6 @@ from planner.studies.curve_table import build_curve_data
 from planner.studies.frontier import Frontier, Turn, Turns, divide_evenly, order_outside_in
 from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock
-from solvers.order.reorder import keep_program_order
 from solvers.request import Request
 from solvers.result import Result, Status
 from tests.support.cli import chain_of_six

@@ -12,6 +12,7 @@ import planner
 from graphs.errors import GraphError
 from graphs.io.formats import write_graph
 from graphs.ir import Graph, Phase
+from graphs.reordering import Reordering, permute
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
@@ -27,7 +28,7 @@ from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
 from solvers.order.background import OrderSearch
 from solvers.order.peak import bound_any_order_peak_bytes, find_peak, keep_everything_peak_bytes
-from solvers.order.reorder import Reordering, find_order, list_constraints, lowers_peak, may_lower_peak, permute, reorder_by
+from solvers.order.reorder import find_order, list_constraints, lowers_peak, may_lower_peak, reorder_by
 from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order
 from solvers.registry import Solver, get_solver
 from solvers.request import Request, Start

@@ -16,7 +16,7 @@ from planner.measure import profile
 from planner.memory.least_budget import find_least_budget
 from planner.settings.budget import Bytes
 from planner.train.backend import joint_planning
-from planner.train.backend.rest_of_step import add_rest, find_lean_schedule, map_back_rest
+from planner.train.backend.rest_of_step import add_rest, find_lean_schedule
 from planner.train.backend.step_memory import PassStorages, compute_bytes_of_others, find_unread
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
@@ -133,7 +133,7 @@ def test_a_backward_pass_runs_by_the_plan_of_its_forward_pass() -> None:
 
 def test_a_graph_fits_a_budget_at_which_no_rule_of_eviction_fits() -> None:
     graph = draw_training_step(5, 6)
-    roomy = add_rest(graph, (), 0)
+    roomy = add_rest(graph, (), 0).graph
     budget_bytes = find_least_budget(roomy, reorders=False).found_bytes
     by_rules = find_least_evicting_schedule(roomy, WallClock(5.0))
     assert simulate(roomy, by_rules).peak_bytes > budget_bytes
@@ -253,9 +253,9 @@ def test_the_rest_of_the_step_needs_its_room() -> None:
     (graph,) = only_budget().known_graphs
     captured = graph.captured.graph
     roomy = add_rest(captured, graph.tangents, 10**6)
-    assert len(roomy.ops) == len(captured.ops) + 1
-    assert map_back_rest(captured, keep_everything(roomy)).computed == keep_everything(captured).computed
-    assert all(not roomy.tensors[t].static for t in graph.tangents)
+    assert len(roomy.graph.ops) == len(captured.ops) + 1
+    assert roomy.map_back(keep_everything(roomy.graph)).computed == keep_everything(captured).computed
+    assert all(not roomy.graph.tensors[t].static for t in graph.tangents)
 
 
 class FromLeaf(nn.Module):

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphs.ir import Op, Tensor
 from graphs.overwriting import Overwriting, Pairs
@@ -53,22 +53,13 @@ def compute_lifetimes(timeline: Timeline) -> Lifetimes:
     return Lifetimes(tuple(moment for _, moment in found), tuple(lives), at_step[:-1])
 
 
-@dataclass(slots=True)
-class _Open:
-    """A life that has not ended yet."""
-
-    producer: Op
-    born: int
-    last_reader: Op | None = None
-
-
 class _Following:
     """A schedule that is followed step by step; `at_step` has the moment of each, and of the end."""
 
     def __init__(self, timeline: Timeline, at_step: Sequence[int]) -> None:
         self.graph, self.steps, self.at_step = timeline.graph, timeline.plan.schedule.steps, at_step
         self.lives: list[Life] = []
-        self.open: dict[int, _Open] = {}
+        self.open: dict[int, Life] = {}  # which die later
 
     def follow(self) -> list[Life]:
         overwriting = Overwriting(self.graph)
@@ -86,18 +77,17 @@ class _Following:
         tensors = self.graph.tensors
         for t in op.inputs:
             if t in self.open:
-                self.open[t].last_reader = op
+                self.open[t] = replace(self.open[t], last_reader=op)
         for _, t in pairs:
             self.end(t, now)  # its memory now belongs to the output
         for t in op.outputs:
             if tensors[t].pool != DEVICE:
                 continue
-            if t in self.open:  # in memory twice while the op runs
-                self.lives.append(Life(tensors[t], op, now, now + 1, None))
-            else:
-                self.open[t] = _Open(op, now)
+            life = Life(tensors[t], op, now, now + 1, None)
+            if self.open.setdefault(t, life) is not life:  # in memory twice while the op runs
+                self.lives.append(life)
 
     def end(self, t: int, now: int) -> None:
         """End the life of tensor `t` before the moment `now`, if it has not ended yet."""
         if (life := self.open.pop(t, None)) is not None:
-            self.lives.append(Life(self.graph.tensors[t], life.producer, life.born, now, life.last_reader))
+            self.lives.append(replace(life, dies=now))

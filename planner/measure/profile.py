@@ -60,9 +60,9 @@ _DEPTH = 8
 _LONG_S = 0.01  # an op that takes longer is timed once more; shorter ones repeatedly, for this long in all
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpCost:
-    """Cost of one op.
+    """Cost of one op, as far as it is measured.
 
     Attributes:
         time_s: seconds of a typical execution.
@@ -72,9 +72,9 @@ class OpCost:
         requests, host_s: as in ``graphs.ir.Op``.
     """
 
-    time_s: float
-    workspace_bytes: int
-    outputs: tuple[TensorSpec | None, ...]
+    time_s: float = 0.0
+    workspace_bytes: int = 0
+    outputs: tuple[TensorSpec | None, ...] = ()
     repeats: bool = True
     requests: tuple[MemoryRequest, ...] = ()
     host_s: float = 0.0
@@ -90,19 +90,12 @@ class MeasuredOp:
 
     Attributes:
         inputs: for each tensor that it reads, by id, a real tensor, the layout of a synthetic one, or the op that computes it.
-        rise_bytes: the rise of memory while it runs, measured as the rest.
-        time_s, host_s, outputs, repeats, requests: as in ``OpCost``.
     """
 
     call: IsolatedOp
     run: OpFunction
     inputs: Mapping[int, "torch.Tensor | TensorSpec | ComputedInput"]
-    time_s: float = 0.0
-    rise_bytes: int = 0
-    outputs: tuple[TensorSpec | None, ...] = ()
-    repeats: bool = True
-    requests: tuple[MemoryRequest, ...] = ()
-    host_s: float = 0.0
+    cost: OpCost = field(default_factory=OpCost)
 
     def build_tensors(self) -> dict[int, torch.Tensor]:
         """Return the inputs by id: new tensors, and the real ones, with copies of those that the op overwrites."""
@@ -255,11 +248,8 @@ class _Profiler:
             calls = waiting
         self._measure_workspaces(list(new.values()))
         for key, measured in new.items():
-            output_bytes = sum(_count_asked_bytes(spec, self.device) for spec in measured.outputs)
-            workspace = compute_allocated_bytes(max(0, measured.rise_bytes - output_bytes), self.device)
-            cost = OpCost(measured.time_s, workspace, measured.outputs, measured.repeats, measured.requests, measured.host_s)
             costs = _COSTS if measured.call.is_shared else self._local_costs
-            costs[key] = cost
+            costs[key] = measured.cost
         for number, key in self.keys.items():
             self.costs[number] = _COSTS.get(key) or self._local_costs[key]
 
@@ -312,7 +302,7 @@ class _Profiler:
         key = (call.identity, specs, self._list_sizes(call), self.device, *self._settings)
         self.keys[call.op.id] = key
         if key in new:
-            outputs = new[key].outputs
+            outputs = new[key].cost.outputs
         elif (cost := _COSTS.get(key) or self._local_costs.get(key)) is not None:
             outputs = cost.outputs
         else:
@@ -332,7 +322,7 @@ class _Profiler:
             self._local_costs[key] = modelled
             return modelled.outputs
         new[key] = measured
-        return measured.outputs
+        return measured.cost.outputs
 
     def _find_error(self, measured: MeasuredOp) -> Exception | None:
         """Execute and time the op, and return the error that it raises; one if it gives other sizes than in the step."""
@@ -340,7 +330,7 @@ class _Profiler:
             self._run_and_time(measured)
         except Exception as error:  # noqa: BLE001  # any error of an op on synthetic values
             return error
-        sizes, made = self._list_sizes(measured.call), [spec.shape for spec in measured.outputs if spec is not None]
+        sizes, made = self._list_sizes(measured.call), [spec.shape for spec in measured.cost.outputs if spec is not None]
         return ValueError(f"its sizes depend on data: {made}") if sizes and list(sizes) != made else None
 
     def _list_sizes(self, call: IsolatedOp) -> tuple[tuple[int, ...], ...]:
@@ -357,23 +347,23 @@ class _Profiler:
         times: list[tuple[float, float]] = []
         states = RandomStates(list_gpus(self.device))
         first_s, first_host_s, made = time_call(measured.run, arguments, self.device)
-        measured.outputs = tuple(TensorSpec.of(value) if isinstance(value, torch.Tensor) else None for value in made)
-        measured.repeats = not has_undeclared_draws(measured.call.op, states, self.device)
-        sums = compute_checksums(made) if measured.repeats and is_custom(self.capture, measured.call.op) else None
+        measured.cost.outputs = tuple(TensorSpec.of(value) if isinstance(value, torch.Tensor) else None for value in made)
+        measured.cost.repeats = not has_undeclared_draws(measured.call.op, states, self.device)
+        sums = compute_checksums(made) if measured.cost.repeats and is_custom(self.capture, measured.call.op) else None
         del made
         if sums is not None:
             states.restore()
             del arguments
             arguments = measured.build_arguments()
-            measured.repeats = sums == compute_checksums(measured.run(*arguments))
+            measured.cost.repeats = sums == compute_checksums(measured.run(*arguments))
         while first_s < _LONG_S and len(times) < self.passes and sum(seconds for seconds, _ in times) < _LONG_S:
             times.append(time_call(measured.run, arguments, self.device)[:2])
         times = times or [(first_s, first_host_s)]
-        measured.time_s = compute_typical([seconds for seconds, _ in times], self.device)
-        measured.host_s = min(host_s for _, host_s in times)
+        measured.cost.time_s = compute_typical([seconds for seconds, _ in times], self.device)
+        measured.cost.host_s = min(host_s for _, host_s in times)
 
     def _measure_workspaces(self, ops: Sequence[MeasuredOp]) -> None:
-        """Measure the rise of memory while each of `ops` runs, outputs included."""
+        """Measure the workspace of each of `ops`: the rise of memory while it runs, without its outputs."""
         if not ops:
             return
         if self.device.type == "cpu" and profiler_enabled():
@@ -383,11 +373,16 @@ class _Profiler:
         run = partial(self._run_marked, ops, places)
         if self.device.type == "cpu":
             for measured, events, outputs in zip(ops, record_cpu_segments(run)[1::2], places, strict=True):
-                measured.rise_bytes, measured.requests = compute_rise(events), collect_requests(events, outputs)
+                self._set_workspace(measured.cost, compute_rise(events))
+                measured.cost.requests = collect_requests(events, outputs)
             return
         for measured, rise in zip(ops, measure_segment_peaks(run, self.device)[1::2], strict=True):
-            measured.rise_bytes = rise
-            measured.requests = record_cuda_requests(partial(measured.run, *measured.build_arguments()), self.device)
+            self._set_workspace(measured.cost, rise)
+            measured.cost.requests = record_cuda_requests(partial(measured.run, *measured.build_arguments()), self.device)
+
+    def _set_workspace(self, cost: OpCost, rise_bytes: int) -> None:
+        output_bytes = sum(_count_asked_bytes(spec, self.device) for spec in cost.outputs)
+        cost.workspace_bytes = compute_allocated_bytes(max(0, rise_bytes - output_bytes), self.device)
 
     def _run_marked(self, ops: Sequence[MeasuredOp], places: list[dict[int, int]], mark: Mark) -> None:
         """Run each of `ops` between two marks, and append the addresses of its outputs to `places`."""
@@ -397,7 +392,7 @@ class _Profiler:
             mark()
             seconds, host_s, made = time_call(measured.run, arguments, self.device)
             mark()
-            measured.time_s, measured.host_s = min(measured.time_s, seconds), min(measured.host_s, host_s)
+            measured.cost.time_s, measured.cost.host_s = min(measured.cost.time_s, seconds), min(measured.cost.host_s, host_s)
             places.append(find_addresses(made))
             del made, arguments
 

@@ -178,7 +178,6 @@ class _GraphBuilder:
         view_of: int | None = None,
         held_for: int | None = None,
     ) -> int:
-        """Add a tensor and return its id."""
         t = len(self.tensors)
         producers = () if producer is None else (producer,)
         self.tensors.append(Tensor(t, name, size_bytes, producers, kind, view_of=view_of, held_for=held_for))

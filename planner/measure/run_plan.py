@@ -249,7 +249,6 @@ def _capture_again(plan: Plan, workload: Workload, stages: Stages) -> Capture:
 def _add_comparison(
     report: RunReport, outcomes: Mapping[str, measure.StepOutcome], times: Mapping[str, Sequence[float]]
 ) -> RunReport:
-    """Return `report` with the results of the comparison."""
     result, kept, eager, much = outcomes[_PLANNED], outcomes[_KEEPING], outcomes[_EAGER], bool(report.differs)
     again = outcomes.get(_EAGER_AGAIN, eager)
     eager_error = eager.compute_gradient_error(again) if eager.list_differences(again) else None

@@ -319,7 +319,6 @@ class _Search:
         return Ending.STOPPED if self.must_stop() else self.request.choose_ending(first.ended)
 
     def _build_settings(self, best: Result) -> dict[str, object]:
-        """Return the settings of the result of all solves."""
         settled = {"tolerance": self._get_tolerance(best)} if "tolerance" in best.settings else {}
         return {**best.settings, **settled, "allocated_budget_bytes": best.budget_bytes}
 

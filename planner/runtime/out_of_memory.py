@@ -189,7 +189,6 @@ def _name_op(op: Op | None) -> str:
 
 
 def _get_pool(graph: Graph, op: Op) -> str:
-    """Return the pool that `op` allocates in."""
     if op.outputs:
         return graph.tensors[op.outputs[0]].pool
     return next(pool.name for pool in graph.pools if pool.owner == op.stream)

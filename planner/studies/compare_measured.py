@@ -228,6 +228,5 @@ def _add_measured(row: ComparisonRow, measured: Measured) -> ComparisonRow:
 
 
 def _add_times(row: ComparisonRow, times: Sequence[float], eager_times: Sequence[float]) -> ComparisonRow:
-    """Return the row with its times."""
     ratio, _ = compute_ratio(times, eager_times)
     return replace(row, measured_s=median(times), eager_s=median(eager_times), measured_ratio=ratio, repeats=len(times))

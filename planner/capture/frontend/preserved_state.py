@@ -227,7 +227,6 @@ class UndoWrites(TorchDispatchMode):
 
 
 def _view_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the storage of `tensor` as a tensor."""
     return tensor.new_empty(0).set_(tensor.untyped_storage())
 
 

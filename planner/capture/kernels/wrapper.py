@@ -270,7 +270,6 @@ class _Reader:
         return (reductions or methods)[0], Writes()
 
     def _find_written(self, call: ast.Call, writes: Writes) -> set[int]:
-        """Return the values that `call` writes."""
         arguments = [arg for i, arg in enumerate(call.args) if i in writes.positions]
         arguments += [keyword.value for keyword in call.keywords if keyword.arg in writes.keywords]
         if isinstance(call.func, ast.Attribute) and find_methods_on(call, self.bound) and _is_in_place(call.func.attr):

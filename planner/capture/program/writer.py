@@ -254,7 +254,6 @@ class PassWriter:
                 self._forget(issued)
 
     def _wait_for(self, t: int) -> None:
-        """Wait for all transfers of `t`."""
         self._wait_for_arrival((t,))
         for issued in self._reading.pop(t, []):
             self._finish(issued)

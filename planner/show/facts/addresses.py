@@ -82,7 +82,6 @@ def compute_reserved_addresses(timeline: Timeline) -> StepAddresses | None:
 
 
 def _compute_arena_addresses(timeline: Timeline, training: Training) -> StepAddresses:
-    """Return the addresses of a step in the arena of its plan."""
     arena = plan_device_arena(training)
     placed = [index for index in arena.holes if index not in arena.missed]
     buffers = [training.buffers[index] for index in placed]

@@ -47,7 +47,6 @@ def build_chrome_trace(timeline: Timeline, reserved: StepAddresses | None) -> st
 
 
 def _name_rows(graph: Graph) -> dict[int, str]:
-    """Return the names of rows by their numbers."""
     computed = {**{row: str(phase) for phase, row in _ROWS.items()}, _AGAIN_ROW: "recomputed"}
     if len(graph.streams) == 1:
         return computed

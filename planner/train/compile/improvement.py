@@ -194,7 +194,6 @@ class Improvement:
         return before
 
     def _replace_first_plan(self, needed_bytes: int) -> PlanSwap:
-        """Return a plan that replaces the first one, which needed `needed_bytes`."""
         try:
             found = self._search.find_first_plan(self._captured.graph, Bytes(self._solved_bytes))
         except (BudgetError, LimitError) as error:

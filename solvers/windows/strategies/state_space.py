@@ -144,12 +144,10 @@ def _list_overwriting_choices(problem: Problem, i: int) -> list[tuple[int, int]]
 
 
 def _set_of(tensors: Iterable[int]) -> int:
-    """Return a set of tensors."""
     return sum(1 << t for t in set(tensors))
 
 
 def _iterate_members(tensors: int) -> Iterator[int]:
-    """Yield the tensors of a set."""
     while tensors:
         bit = tensors & -tensors
         tensors -= bit

@@ -84,7 +84,6 @@ class _PerturbedStep:
 
 
 def _sum_squares(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the sum of the squares of all elements."""
     return math.fsum(torch.linalg.vector_norm(t.detach(), dtype=torch.float64).item() ** 2 for t in tensors)
 
 

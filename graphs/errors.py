@@ -73,11 +73,7 @@ class ModelError(PlannerError):
 
 
 class UnknownOptionError(UsageError):
-    """An option that a model's function does not have.
-
-    Attributes:
-        option: name of the option.
-    """
+    """An option that a model's function does not have."""
 
     def __init__(self, what: str, option: str, choices: str) -> None:
         """Name the function by `what`, and its options by `choices`."""

@@ -59,8 +59,6 @@ class Channel:
     """A link that carries transfers from one pool to another, one at a time, in parallel with computation and other channels.
 
     Attributes:
-        source, target: names of the pools.
-        bytes_per_s: its rate.
         latency_s: of each transfer, besides its bytes.
 
     Raises:

@@ -18,7 +18,6 @@ class MemoryNeed:
     """The memory that the first execution of an op needs in every schedule.
 
     Attributes:
-        op: id of the op.
         total_bytes: sum of the following.
         inputs_bytes, outputs_bytes, workspace_bytes: of the op itself, without static inputs and outputs that may overwrite an
             input.

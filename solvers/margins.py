@@ -34,7 +34,6 @@ class MarginSearch:
     Attributes:
         close_bytes: margins that differ by no more are not told apart.
         most_solves, most_better: the most solves with margins until a schedule fits, and after.
-        now: margins of the next solve.
         failed, fitted: margins with which the schedule did not fit, the largest, and with which it did, the smallest.
         solves, better: how often margins were chosen until a schedule fitted, and since.
     """

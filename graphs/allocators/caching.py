@@ -75,11 +75,7 @@ EXPANDABLE = Rules(expandable_segments=True)
 
 
 class DeviceFullError(Exception):
-    """The error that no memory can be reserved for a block, even after all that is unused was released.
-
-    Attributes:
-        asked_bytes: size of the block.
-    """
+    """The error that no memory can be reserved for a block, even after all that is unused was released."""
 
     def __init__(self, asked_bytes: int) -> None:
         super().__init__(f"no room for a block of {asked_bytes} bytes")

@@ -108,7 +108,6 @@ def steer(training: Training, holes: Mapping[int, Hole], slab_bytes: int) -> Ste
     """Return the actions that give the buffers of a step their addresses, by a run on the model of the allocator.
 
     Args:
-        training: requests of the step.
         holes: of the buffers for which ``is_placed`` is true, by index. Those of one op serve the requests that they are for if
             they are apart, and differ in size, the larger ones for later requests. Buffers that one op has one after the other
             may share a hole.

@@ -46,7 +46,6 @@ class CollectiveCost:
     """Cost of a collective, besides the tensors that it reads and produces.
 
     Attributes:
-        time_s: seconds.
         requests: what it asks for; its workspaces are in use at once.
     """
 

@@ -18,7 +18,6 @@ class Transfer:
     """An op on a channel.
 
     Attributes:
-        op: its id.
         time_s: seconds of the channel: by its rate and latency, or measured.
         sources: the tensors that it reads, without static ones, which are always there.
         targets: the tensors that it makes; they come together.

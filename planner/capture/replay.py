@@ -22,7 +22,6 @@ class RealStep:
 
     Attributes:
         static: the static tensors, in the order of the program's sources.
-        device: the device of the static tensors.
     """
 
     def __init__(self, capture: Capture, step: nn.Module, batch: Batch) -> None:

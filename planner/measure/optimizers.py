@@ -50,7 +50,6 @@ def measure_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.
 
     Args:
         optimizer: any optimizer, or a wrapper with one as ``optimizer``, such as Accelerate's.
-        parameters: those of the model.
 
     Raises:
         PlannerError: none of its parameters is among `parameters`, or its step does not run on fake tensors.

@@ -23,7 +23,6 @@ class Bracket:
     """The budgets of allocated bytes from one that is too small to one whose schedule takes too much of the measure.
 
     Attributes:
-        budget_bytes: budget of the measure.
         floor_bytes: nothing was found for this budget of allocated bytes.
         fits: the largest budget whose schedule fits, and what that takes.
         misses: the smallest budget whose schedule does not fit, and what that takes.
@@ -82,7 +81,6 @@ def fit(
     """Return the first plan within the budget of the measure, or the one that takes least of it; and what it takes.
 
     Args:
-        found: the plan to begin with.
         solve: a plan for a budget of allocated bytes; it raises BudgetError if there is none.
         bracket: the budget of the measure, and the least of allocated bytes.
         allocated: the allocated bytes of a plan, or those that it was solved for.

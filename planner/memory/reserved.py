@@ -169,7 +169,6 @@ class DeviceTraining:
     """A training loop by a schedule on a CUDA device, and the memory reserved for it, each computed once.
 
     Attributes:
-        training: its requests.
         memory: the kind of memory that the budget counts.
         context_bytes: CUDA's context, if the budget counts it, else 0.
     """
@@ -248,7 +247,6 @@ def predict_reserved_with_graphs(
         graph: the step with the copies as static memory (``planner.runtime.cuda.graphed_step.prepare_for_recording``).
         memory: the kind of memory that the budget counts.
         eager_bytes: bytes for plain eager PyTorch, from ``predict_eager_reserved_bytes``.
-        pool_bytes: size of the graphs' pool.
     """
     copied = [graph.tensors[t].size_bytes for t in sorted(graph.kept)]
     copies = tuple(Buffer(f"copy {i}", i, len(copied) + 1, size) for i, size in enumerate(copied) if size)

@@ -76,8 +76,6 @@ class PlanRecord:
     """The schedule for one graph and one budget, with predictions: the content of a ``Plan``'s file.
 
     Attributes:
-        graph: the graph it is for.
-        schedule: the schedule.
         budget_bytes: the user's budget, static memory included.
         memory: kind of memory that the budget counts: ``allocated`` bytes, or on CUDA those that are ``reserved`` by PyTorch's
             allocator with default settings, or with expandable segments (``reserved-expandable``), and with CUDA's context

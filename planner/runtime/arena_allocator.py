@@ -24,7 +24,6 @@ class RecordedRequest:
 
     Attributes:
         end: number of requests that came before it was freed; None if it was not.
-        address: the address that it got.
     """
 
     size_bytes: int

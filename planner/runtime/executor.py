@@ -67,7 +67,6 @@ class Executor:
     everything, except for ops that are marked as different.
 
     Attributes:
-        device: device of the model.
         devices: the devices that it runs on, with the channels between them and to the host.
         sharding: how the parameters of the model are sharded.
         launched: both passes of the schedule.
@@ -75,7 +74,6 @@ class Executor:
         code: both passes as they run.
         inputs: the sources of the batch.
         memory: description of the memory of `code`.
-        earlier_gradients: the check of earlier gradients.
         trained: positions of the static tensors that get gradients.
         changed_inputs: the tensors that are written between the passes.
         check_writes: True to detect writes to saved tensors that autograd does not see.

@@ -92,9 +92,7 @@ class SlabAddresses:
     """Addresses for a step, and for those of optimizers behind it.
 
     Attributes:
-        addresses: the addresses of its requests.
         passes: for the runs of each key, the requests of both passes.
-        optimizers: the requests of the steps of optimizers.
         outside_bytes: the most bytes that a step takes outside of the slab.
         version: number of recordings of optimizers.
         found: the offsets that the addresses are made of.

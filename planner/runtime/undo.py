@@ -81,11 +81,7 @@ class Rollback:
 
 
 class _Before:
-    """The values and autograd versions of some tensors before the step, and the random states.
-
-    Attributes:
-        copies: the values.
-    """
+    """The values and autograd versions of some tensors before the step, and the random states."""
 
     def __init__(self, tensors: list[torch.Tensor], generators: list[torch.Generator], unused: "list[_HostCopies]") -> None:
         self._tensors, self._generators = tensors, generators

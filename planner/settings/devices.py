@@ -40,8 +40,6 @@ class DeviceSpec:
     """The peak rates of a device, and the fraction of them that kernels reach.
 
     Attributes:
-        name: key in `DEVICES`.
-        memory_bytes: size of its memory.
         bandwidth_bytes_per_s: bandwidth of its main memory.
         half_flops: peak per second in bfloat16 and float16.
         tf32_flops: peak per second of float32 convolutions, for which torch enables tensor cores by default.

@@ -63,7 +63,6 @@ class Recommendation:
 
     Attributes:
         budget_bytes: None if no plan is needed, or none is known to fit.
-        options: options to plan with.
         overhead: overhead of the schedule that was found; None if there is none.
         reason: the reason, or alternatives.
         reserved_bytes: bytes that PyTorch's allocator reserves for that schedule on CUDA; None on the CPU, or without one.

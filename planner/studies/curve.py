@@ -73,7 +73,6 @@ class Curve:
     """Overhead against budget. ``print`` shows it as a table, ``plot`` as a figure.
 
     Attributes:
-        graph: the planned graph.
         memory: kind of memory that the budgets count.
         eager_bytes: bytes of that memory that plain eager PyTorch needs.
         points: results by budget, least first; times and bounds never increase.

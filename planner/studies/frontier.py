@@ -214,7 +214,6 @@ class Turns:
     there is time for turns longer than the last.
 
     Attributes:
-        known: results on the graph.
         jobs: number of parallel turns.
         waiting: the budgets of the present round that have had no turn in it.
         seconds: time for which each budget was solved.

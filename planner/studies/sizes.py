@@ -73,9 +73,7 @@ class Wanted:
         budget_bytes: budget of the whole step, static memory included.
         max_overhead: as a fraction of the step without recomputation; None: any.
         limit: the largest to consider, in units.
-        first: the first size to try, in units.
         tolerance: tolerance on the gap of the returned schedule.
-        time_limit_s: time limit of each solve.
         reorder: True to reorder ops for the optimal schedule if that lowers the peak; manual methods keep program order.
         varies: the name of the size.
         unit: sizes are multiples of it.

@@ -15,8 +15,6 @@ class SizedModel:
 
     Args:
         model: the model; the search begins at its size, if given.
-        option: name of the size option.
-        tracing: settings to build and trace the model.
         way_out: advice for models without such an option.
 
     Attributes:

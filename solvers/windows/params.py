@@ -48,7 +48,6 @@ class FirstScheduleParams:
     """Parameters of methods that are tried before and in parallel with models.
 
     Attributes:
-        rules: eviction rules.
         imitated: baselines whose schedules are offered.
     """
 

@@ -146,7 +146,6 @@ def check_effects(
         The changes of numbers that are inputs of the step: each step makes them.
 
     Args:
-        effects: those of the captured step.
         guarded: names that guards look at, as Dynamo writes them.
         run: a function that executes the step on fake tensors.
         local, scope: the variables by which names are resolved.

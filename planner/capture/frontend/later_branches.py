@@ -467,9 +467,6 @@ def find_try(translator: Any) -> int | None:
 def _record(values: Any, translator: Any, branch: RecordingBranch) -> bool:
     """Record a statement as a later call, and go on behind it; return False if it does more than record.
 
-    Args:
-        values: the later values of the capture.
-
     Raises:
         TraceError: the capture has to begin again.
     """

@@ -76,7 +76,6 @@ class DataGuards:
     """The conditions on data under which one captured step is valid.
 
     Attributes:
-        checks: the conditions, in the order of the step.
         values: a module that computes the operands. It draws no random number, and changes nothing.
         program: a program whose sources are the inputs of `values`.
     """

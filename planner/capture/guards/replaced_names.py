@@ -40,7 +40,6 @@ class TableNames:
 
     Attributes:
         owner: name of the module or class, for messages.
-        table: the table itself.
         values: their values when the step was captured; ``ABSENT`` for missing ones.
     """
 
@@ -63,7 +62,6 @@ class Replaceable:
     """The names that must keep their objects for a captured step to be valid.
 
     Attributes:
-        names: the names, by table.
         environment: environment variables with their values, None if not set.
     """
 

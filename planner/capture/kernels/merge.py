@@ -16,7 +16,6 @@ class Group:
     """Launches that are executed as one op.
 
     Attributes:
-        launches: in order.
         once: True if they must not be executed again.
         follows: positions of groups that must be executed before, though none of their values is read.
     """

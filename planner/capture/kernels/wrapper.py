@@ -66,9 +66,6 @@ class Wrapper:
     """The launches of one or several modules, one after the other.
 
     Attributes:
-        values: the values, by number.
-        launches: the launches, in order.
-        names: names of the launched functions in the module.
         guard: the call that makes their context; None without one.
     """
 

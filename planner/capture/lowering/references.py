@@ -22,11 +22,7 @@ from planner.capture.rewrites.reproducible_random import find_function_with_gene
 
 
 class References:
-    """A converter of nodes to calls.
-
-    Attributes:
-        values: the value of each visited node.
-    """
+    """A converter of nodes to calls."""
 
     def __init__(self, values: Mapping[fx.Node, Argument] = MappingProxyType({})) -> None:
         self.values = dict(values)

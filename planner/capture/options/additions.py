@@ -19,7 +19,6 @@ class Additions:
     """A collection of optional ops, and of tensors that only these make, for a capture.
 
     Attributes:
-        capture: the capture without the additions.
         tensor_of: the tensors of `capture`, by the storages of their fake values.
         fakes: fake values of the tensors that ops make, by id.
     """

@@ -323,11 +323,9 @@ class Program:
     Attributes:
         calls: one per op.
         sources: one per static tensor that an op or an output reads.
-        loss: value of the loss.
         extras: values of the other returned tensors.
         gradients: for each parameter or input with a gradient, its static tensor id and the gradient's value.
         constants: tensors that are part of the step, by name.
-        generator: generator of the random ops.
         own_generator: generator of recomputed random ops (``capture.rewrites.reproducible_random``).
         guard: makes the context that the passes run in; None for none.
         aligned: static tensors that kernels for CUDA expect to begin at a multiple of 16 bytes.

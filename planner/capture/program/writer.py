@@ -46,7 +46,6 @@ class _Issued:
     """A transfer that was issued.
 
     Attributes:
-        op: the op in the graph.
         handle: the expression of its ``Transfer``.
     """
 

@@ -32,10 +32,8 @@ class JointPlanning:
     Args:
         order: the graphs in the order of their forward passes; a graph may occur several times.
         seen: storages that each of these passes uses.
-        whole_bytes: the budget.
         leaving: returns a schedule of a graph that leaves part of a budget free between the passes, given such a schedule and
             the graph's host memory.
-        limit_s: time limit for each graph.
     """
 
     def __init__(

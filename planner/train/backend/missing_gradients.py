@@ -80,7 +80,6 @@ class _OnlyWithGradient:
     """A hook that is called in a backward pass only if a gradient has come. It outlives one that fails.
 
     Attributes:
-        backward_pass: the number of the backward pass.
         reached: not empty if a gradient has come; None if it is among the hook's arguments.
     """
 

@@ -54,7 +54,6 @@ class Passes:
     """The forward and the backward pass of one plan.
 
     Attributes:
-        lines: lines of their code.
         changed_inputs: the tensors that are written between them.
     """
 
@@ -68,8 +67,6 @@ class PlannedGraph:
     """A graph of a compiled model.
 
     Attributes:
-        device: the device of its inputs.
-        captured: the capture to plan.
         eager: the same graph with eager PyTorch's kernels, if it runs Inductor's kernels and the budget is a share of its peak.
         tangents: static tensors that are gradients of its outputs.
         outputs: number of results of the forward pass, without saved tensors.

@@ -27,8 +27,6 @@ class BackendSettings:
     """The settings of one call of ``torch.compile``.
 
     Attributes:
-        budget: budget for all its graphs.
-        plan: settings of the plan of each graph.
         on_progress: as in ``planner.compile``.
 
     Raises:

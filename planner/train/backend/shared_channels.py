@@ -50,7 +50,6 @@ def compute_host_room(order: Sequence[G], graph: G, taken: Mapping[G, tuple[int,
 
     Args:
         order: the graphs of a step in the order of their forward passes; a graph may occur several times.
-        graph: the graph in question.
         taken: host memory of a plan at its peak, and between its passes, by graph; missing graphs use none.
     """
     room, before, own = whole_bytes, 0, 0

@@ -16,9 +16,6 @@ class DynamicStep(PlannedStep):
 
     Ops are measured one at a time, so that the first batch of a size stays within the budget too.
 
-    Attributes:
-        plan: the plan of the last batch.
-
     Examples:
         >>> step = planner.compile(model, loss_fn, (x, y), budget="1GB", dynamic=True)
         >>> for size in (8, 16):

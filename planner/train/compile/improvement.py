@@ -67,7 +67,6 @@ class PlanSwap:
     """A plan that replaces another.
 
     Attributes:
-        plan, executor: the new plan and its executor.
         graph: the graph with the costs that it was solved with.
         reason: in words, for ``PlannedStep.history``.
     """
@@ -103,8 +102,6 @@ class Improvement:
         Args:
             captured: the profiled step.
             solved_bytes: the budget that it was solved for; below the plan's budget if its peak was above its prediction.
-            search: the solves.
-            make_executor: returns the executor of a plan.
             finds: True if better plans are searched for here, and not by another process.
         """
         self.plan = plan
@@ -393,7 +390,6 @@ class Consultation:
     A single process decides before every step. Several processes exchange their state before steps 2, 4, 8 and so on.
 
     Attributes:
-        improvement: that of this process.
         wrapped: returns an executor as the training loop calls it.
     """
 

@@ -27,7 +27,6 @@ class PlanUse:
     """A plan, and when it came into use.
 
     Attributes:
-        plan: the plan at that time.
         step: number of the first step that ran by it, from 1.
         seconds: seconds since the step was made.
         reason: the reason for which it replaced the plan before.

@@ -130,11 +130,8 @@ class Reduction:
     """The reduction of gradients, called with the whole gradients.
 
     Attributes:
-        packed: the parameters that have gradients.
         group: the processes that have a part each.
         replicas: the processes that hold the same part; None if there are no others.
-        dtype: of the reduction.
-        shard_dtype: of the shards.
         divide_by: divisors before the reduction, after that in `group`, and at the end, None for none.
         ops: the operators of the reduction in `group`, and in `replicas`.
     """
@@ -241,7 +238,6 @@ class Addition:
 
     Attributes:
         packed: the parameter, in a tuple.
-        dtype: of the sum.
     """
 
     packed: tuple[Packed]

@@ -85,7 +85,6 @@ class ShardedUnit:
         """Initialize for a group of parameters of FSDP2.
 
         Args:
-            modules: the paths of each of its modules.
             names: names of the model's parameters, by identity.
 
         Raises:

@@ -24,7 +24,6 @@ class Offer:
 
     Attributes:
         program: the graph without them, with the same ids.
-        by_tensor: the transfers of each tensor.
         host_bytes: capacity of the host's pool, None if all tensors fit together.
     """
 

@@ -56,7 +56,6 @@ class Commitment:
         reloads: those of the order that it comes from.
         found_s: time of its best schedule in the graph with options; inf if there is none.
         promise_s: time of the schedule that it comes from; inf if it comes from a solution of a relaxation.
-        runs: number of its solves.
         spent: time of these, by the clock.
         closed: True if it need not be solved again.
     """

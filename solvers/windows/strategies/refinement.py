@@ -94,7 +94,6 @@ class RelaxationResult:
     """The result of solving a model once.
 
     Attributes:
-        outcome: of HiGHS.
         finer: the model's discretization, refined where the last solution exceeds the budget.
         trial: of that solution; None if it has no valid order.
     """

@@ -90,8 +90,6 @@ class Body:
     """The ops of a stretch, for some of its rows.
 
     Attributes:
-        nodes: the ops, in order.
-        given: their inputs.
         results: their outputs that are read elsewhere.
     """
 

@@ -42,7 +42,6 @@ def _add(additions: Additions, seed: str, kind: str, stretch: Stretch, before: S
 
     Args:
         seed: name of the first op of the stretch or, in the backward pass, of the stretch before.
-        kind: name of the alternative.
         before: ops of the stretch before to recompute.
     """
     capture, ops = additions.capture, tuple(sorted(stretch.ops))

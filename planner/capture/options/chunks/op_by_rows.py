@@ -46,7 +46,6 @@ class OpByRows:
     """An op with the known positions of rows in its arguments.
 
     Attributes:
-        rows: number of rows.
         known: positions of rows, by argument.
         inside: arguments that are made by rows: they have the rows nowhere else.
     """

@@ -41,9 +41,7 @@ class Stretch:
     """The ops of one pass that are computed by rows.
 
     Attributes:
-        rows: number of rows.
         longest: most elements of a short row.
-        ops: the ops by id.
         before: the stretch of the forward pass whose values it reads; None for one of the forward pass.
         calls: row-by-row form of each op.
     """

@@ -49,7 +49,6 @@ class Kept:
     """A tensor that may be compressed.
 
     Attributes:
-        tensor: its id.
         ops: by form, the op that compresses it, and the one that restores it.
     """
 

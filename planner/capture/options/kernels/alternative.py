@@ -128,12 +128,7 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class ReplaceableOp:
-    """An op of the program that alternatives are sought for.
-
-    Attributes:
-        node: the captured node.
-        calls: all ops.
-    """
+    """An op of the program that alternatives are sought for."""
 
     node: fx.Node
     graph_op: Op

@@ -17,8 +17,6 @@ class _UsefulOps:
     """Ops that are useful only together, or the program's own.
 
     Attributes:
-        ops: ids.
-        time_s: total time.
         held_bytes: memory of the largest op during its execution.
         exact: True if they have the bits of the program.
     """

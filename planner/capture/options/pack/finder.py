@@ -21,7 +21,6 @@ class PackFinder:
 
     Attributes:
         device: type of the device that is planned for, ``cpu`` or ``cuda``.
-        additions: the added ops and tensors.
     """
 
     def __init__(self, capture: Capture, targets: Collection[Any]) -> None:

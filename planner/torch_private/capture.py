@@ -46,6 +46,7 @@ from torch._dynamo.exc import (
     ObservedAttributeError,  # the captured code reads an attribute that is missing
     TorchDynamoException,  # its messages need no class name
     TorchRuntimeError,
+    Unsupported,  # code that Dynamo does not follow
     unimplemented,  # breaks the graph
 )
 from torch._dynamo.functional_export import (
@@ -109,6 +110,7 @@ from torch._dynamo.variables.builder import (
     VariableBuilder,  # takes a user's value into the capture
     wrap_fx_proxy,  # a tensor for a new node
 )
+from torch._dynamo.variables.higher_order_ops import speculate_subgraph  # captures a function into a graph of its own
 from torch._dynamo.variables.iter import ItertoolsVariable  # functions of itertools while code is captured
 from torch._dynamo.variables.misc import CellVariable  # of an enclosing function's name
 from torch._export.utils import _compiling_state_context as compiling_state  # is_exporting() is True during a capture

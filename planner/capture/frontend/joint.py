@@ -405,7 +405,7 @@ def _trace_with_later_values(
         if not isinstance(values, DataBranches) and needs_values(module.graph):
             return None
         stack.enter_context(private.tracing(private.TracingContext(module.meta["fake_mode"])))
-        stack.enter_context(remove_saved_tensors_hooks())
+        stack.enter_context(remove_saved_tensors_hooks(module))
         with keep_in_graphs(EFFECTS), hide_sparse_buffers(module), keep_attributes(module), _restore_own_tensors(step):
             made = make(stack, module, args, kwargs)
         hooks.attach(made, step, output.graph_capture_output.f_globals)

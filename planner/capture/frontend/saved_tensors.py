@@ -4,17 +4,19 @@ AOTAutograd traces the step with the hooks in place, so that what they compute, 
 graph. Hooks that cannot be traced (files) are tried on random values: they are left out if they return the same bits, since a
 plan decides itself where tensors are.
 
-Known weakness: what a hook reads of Python objects, other than which functions it is made of, is not guarded.
+Dynamo follows the hooks too, on small and large tensors: what it captures of them is dropped, and its guards on what they read of
+Python objects stay. Known weakness: what they read only of other tensors, such as parameters, has no guards.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from graphs.errors import TraceError, typed_line
@@ -25,37 +27,50 @@ from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_curre
 from planner.torch_private import capture as private
 from planner.torch_private.core import disable_current_modes, disable_python_dispatcher, enable_saved_tensors_hooks
 
-_ENTERED: list[ExitStack] = []  # hooks in place where AOTAutograd traces
-_REFUSALS: list[str] = []  # what is wrong with hooks of the present trace
+_SIZES = tuple(((1,) * rank, (2 ** (24 // rank),) * rank) for rank in range(1, 5))  # of tensors that hooks are followed on
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Hooks:
-    """The hooks of one ``with`` statement, and where it is."""
+    """The hooks of one ``with`` statement, and where it is.
+
+    Attributes:
+        obstacle: why Dynamo does not follow them: they may then be left out, but are no part of a plan; "" if it does.
+        refusal: what is wrong with them in the present trace; "" if nothing.
+    """
 
     pack: Callable[[Tensor], Any]
     unpack: Callable[[Any], Tensor]
     where: str
+    obstacle: str
+    refusal: str = ""
+    _in_place: ExitStack = field(default_factory=ExitStack)
 
     def enter(self) -> None:
         """Set the hooks, while AOTAutograd traces."""
-        _ENTERED.append(ExitStack())
-        _ENTERED[-1].enter_context(enable_saved_tensors_hooks())
-        _ENTERED[-1].enter_context(saved_tensors_hooks(self._save, self._load))
+        self._in_place.enter_context(enable_saved_tensors_hooks())
+        self._in_place.enter_context(saved_tensors_hooks(self._save, self._load))
+
+    def leave(self) -> None:
+        """Remove the hooks, if they are in place."""
+        self._in_place.close()
 
     def _save(self, tensor: Tensor) -> tuple[bool, Any]:
         """Return True and what the hook packs; or False and `tensor`, if the hooks cannot be traced and may be left out."""
-        try:
-            self.unpack(self.pack(tensor))
-            return True, self.pack(tensor)
-        except Exception as error:  # noqa: BLE001  # whatever stops it
-            if not self._returns_same_bits(tensor):
-                _REFUSALS.append(
-                    f"{self.where} sets hooks on saved tensors that change them and cannot be traced ({typed_line(error)}): let "
-                    "them compute with PyTorch's ops only, leave them out, as a plan keeps tensors within its budget itself, or "
-                    "train in a block of planner.rematerialize(budget=...), which needs no graph"
-                )
-            return False, tensor
+        obstacle = self.obstacle
+        if not obstacle:
+            try:
+                self.unpack(self.pack(tensor))
+                return True, self.pack(tensor)
+            except Exception as error:  # noqa: BLE001  # whatever stops it
+                obstacle = typed_line(error)
+        if not self._returns_same_bits(tensor):
+            self.refusal = (
+                f"{self.where} sets hooks on saved tensors that change them and cannot be traced ({obstacle}): let them compute "
+                "with PyTorch's ops only, and change no Python objects; leave them out, as a plan keeps tensors within its "
+                "budget itself; or train in a block of planner.rematerialize(budget=...), which needs no graph"
+            )
+        return False, tensor
 
     def _load(self, saved: tuple[bool, Any]) -> Any:
         is_packed, value = saved
@@ -74,22 +89,26 @@ class _Hooks:
             return is_same and has_same_values(returned, given)
 
 
-def _leave() -> None:
-    """Remove the innermost hooks, while AOTAutograd traces."""
-    _ENTERED.pop().close()
-
-
 @contextmanager
-def remove_saved_tensors_hooks() -> Iterator[None]:
-    """Remove at the end the hooks that a trace has left in place; raise a TraceError if hooks cannot be traced."""
+def remove_saved_tensors_hooks(module: fx.GraphModule) -> Iterator[None]:
+    """Remove at the end the hooks that a trace of `module` has left in place.
+
+    Raises:
+        TraceError: hooks cannot be traced.
+    """
+    found: list[_Hooks] = [node.target.__self__ for node in module.graph.nodes if _calls(node, _Hooks.enter)]
     try:
         yield
-        if _REFUSALS:
-            raise TraceError(_REFUSALS[0])
+        if refused := [hooks.refusal for hooks in found if hooks.refusal]:
+            raise TraceError(refused[0])
     finally:
-        _REFUSALS.clear()
-        while _ENTERED:
-            _leave()
+        for hooks in reversed(found):
+            hooks.leave()
+            hooks.refusal = ""
+
+
+def _calls(node: Any, method: Callable[..., object]) -> bool:
+    return getattr(node.target, "__func__", None) is method
 
 
 def init_hooks(context: Any, pack_hook: Any, unpack_hook: Any) -> None:
@@ -121,7 +140,7 @@ def _capture_set(_: Any, tx: Any, pack: Any, unpack: Any) -> Any:
     where = format_location(find_current_line())
     find = partial(_find, tx.output)
     try:
-        hooks = _Hooks(find(pack), find(unpack), where)
+        hooks = _Hooks(find(pack), find(unpack), where, _guard_reads(tx, pack, unpack))
     except TraceError as error:
         raise TraceError(
             f"{where} sets hooks on saved tensors that read or change {error}: let them read what exists before the step; or "
@@ -135,13 +154,47 @@ def _capture_set(_: Any, tx: Any, pack: Any, unpack: Any) -> Any:
     return private.ConstantVariable.create(None)
 
 
+def _guard_reads(tx: Any, pack: Any, unpack: Any) -> str:
+    """Let Dynamo follow hooks, for its guards on what they read; return what stops it, or ""."""
+    guards, failures = tx.output.tracing_context.guards_context, list[str]()
+    before, function = guards.copy_graphstate(), cast("FunctionType", _try_out)
+    for sizes in _SIZES:  # of which hooks may refuse some
+        given = [private.VariableTracker.build(tx, sizes), pack, unpack]
+        try:
+            private.speculate_subgraph(tx, private.UserFunctionVariable(function), given, {}, "hooks on saved tensors")
+        except private.TorchDynamoException as error:
+            failures.append(typed_line(error))
+            if isinstance(error, private.Unsupported) or len(failures) == len(_SIZES):
+                guards.restore_graphstate(before)  # some may be on what the hooks change
+                return failures[-1]
+    return ""
+
+
+def _try_out(sizes: tuple[tuple[int, ...], ...], pack: Any, unpack: Any) -> None:
+    """Call hooks, in captured code."""
+    for size in sizes:
+        unpack(pack(torch.zeros(size)))
+
+
 def _find(output: Any, hook: Any) -> Any:
     return build_finder(output, hook.realize())(output.local_scope, output.global_scope)
 
 
 def _capture_unset(_: Any, tx: Any) -> Any:
-    tx.output.create_proxy("call_function", _leave, (), {})
+    tx.output.create_proxy("call_function", _find_innermost(tx.output.graph.nodes).leave, (), {})
     return private.ConstantVariable.create(None)
+
+
+def _find_innermost(nodes: Iterable[Any]) -> _Hooks:
+    """Return the hooks that captured code has set last and not removed."""
+    entered: list[Any] = []
+    for node in nodes:
+        if _calls(node, _Hooks.enter):
+            entered.append(node.target)
+        elif _calls(node, _Hooks.leave):
+            entered.pop()
+    hooks: _Hooks = entered[-1].__self__
+    return hooks
 
 
 private.TorchInGraphFunctionVariable._get_handlers().update({_set: _capture_set, _unset: _capture_unset})

@@ -127,7 +127,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     compiler = private.aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
     # As in training loops, backward() is called outside of autocast.
     as_eager = private.functorch_config.patch(backward_pass_autocast="off")
-    with as_eager, keep_ops_as_eager(), keep_in_graphs(CHECKS), remove_saved_tensors_hooks():
+    with as_eager, keep_ops_as_eager(), keep_in_graphs(CHECKS), remove_saved_tensors_hooks(module):
         try:
             compiled: Callable[..., Any] = compiler(module, inputs)
         except RuntimeError as error:

@@ -182,3 +182,23 @@ def test_gradients_that_are_laid_out_otherwise_than_results_without_room() -> No
     step(x).backward()
     eager_step(x).backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def keep_in_half(model: Any, x: Tensor) -> Tensor:
+    with saved_tensors_hooks(lambda saved: saved.half() if model.halves else saved, lambda saved: saved.float()):
+        return torch.tanh(model.middle(x).exp())
+
+
+@pytest.mark.parametrize("entry", [compiled, as_backend, *slow(checkpointed)])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_hooks_on_saved_tensors_read_is_guarded(entry: Entry) -> None:
+    model, x = FunctionModule(keep_in_half, middle=nn.Linear(16, 16), halves=True), torch.randn(32, 16)
+    twin = copy.deepcopy(model)
+    step, wanted = entry(model, x), eager(twin, x)
+    for halves in (True, False):
+        model.halves = twin.halves = halves
+        for called in (step, wanted):
+            called(x).backward()
+        for own, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert own.grad is not None and other.grad is not None and torch.equal(own.grad, other.grad)
+            own.grad = other.grad = None

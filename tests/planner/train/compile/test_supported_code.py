@@ -576,7 +576,14 @@ def pack_to_file(saved: torch.Tensor) -> io.BytesIO:
     return file
 
 
+def count_and_halve(saved: torch.Tensor) -> torch.Tensor:
+    COUNTED.append(saved.numel())
+    return saved.half()
+
+
+COUNTED: list[int] = []
 PACKED: dict[str, Callable[[], saved_tensors_hooks]] = {
+    "counted": lambda: saved_tensors_hooks(count_and_halve, lambda saved: saved.float()),
     "to half precision": Halved,
     "to a file": lambda: saved_tensors_hooks(pack_to_file, torch.load),
     "by NumPy": lambda: saved_tensors_hooks(lambda saved: saved.detach().numpy().astype(np.float16), torch.from_numpy),
@@ -594,8 +601,9 @@ def test_hooks_on_saved_tensors_compute_as_in_eager_mode(name: str) -> None:
         check_trains_as_eager(lambda: Between(keep_packed, middle=nn.Linear(32, 32), packed=name), F.mse_loss, batch_of)
 
 
-def test_hooks_on_saved_tensors_that_no_graph_has_are_refused() -> None:
-    model = Between(keep_packed, middle=nn.Linear(32, 32), packed="by NumPy")
+@pytest.mark.parametrize("name", ["by NumPy", "counted"])
+def test_hooks_on_saved_tensors_that_no_graph_has_are_refused(name: str) -> None:
+    model = Between(keep_packed, middle=nn.Linear(32, 32), packed=name)
     refused = pytest.raises(TraceError, match=r"sets hooks on saved tensors that change them.*leave them out")
     with refused, pytest.warns(UserWarning, match="sets hooks"):
         planner.compile(model, F.mse_loss, batch_of(0), budget="90%")

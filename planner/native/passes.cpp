@@ -136,22 +136,26 @@ enum Draw : int64_t {
 
 using Numbers = c10::SmallVector<int64_t, 5>;
 
-// A view that an operator made of a tensor. An equal tensor gets an equal view without the operator, which takes ten times as
-// long: a pass makes more views than anything else.
+// A view that an operator made of a tensor, or a list of them. An equal tensor gets equal views without the operator, which takes ten
+// times as long: a pass makes more views than anything else.
 struct View {
-  c10::DispatchKeySet keys; // of the tensor
-  caffe2::TypeMeta dtype; // of both
-  Numbers base_sizes, base_strides, sizes, strides;
-  int64_t offset; // in the tensor
+  struct Part {
+    Numbers sizes, strides;
+    int64_t offset; // in the tensor
+  };
 
-  View(const at::Tensor& base, const at::Tensor& made)
-      : keys(base.key_set()),
-        dtype(base.dtype()),
-        base_sizes(base.sizes()),
-        base_strides(base.strides()),
-        sizes(made.sizes()),
-        strides(made.strides()),
-        offset(made.storage_offset() - base.storage_offset()) {}
+  c10::DispatchKeySet keys; // of the tensor
+  caffe2::TypeMeta dtype; // of all
+  Numbers base_sizes, base_strides;
+  std::vector<Part> parts;
+  bool is_list;
+
+  View(const at::Tensor& base, const std::vector<at::Tensor>& made, bool is_list)
+      : keys(base.key_set()), dtype(base.dtype()), base_sizes(base.sizes()), base_strides(base.strides()), is_list(is_list) {
+    for (const at::Tensor& each : made) {
+      parts.push_back({Numbers(each.sizes()), Numbers(each.strides()), each.storage_offset() - base.storage_offset()});
+    }
+  }
 
   // Whether another view of the tensor can be made as `make` does.
   static bool describes(const at::Tensor& base, const at::Tensor& made) {
@@ -163,9 +167,22 @@ struct View {
     return base.key_set() == keys && base.dtype() == dtype && base.sizes() == base_sizes && base.strides() == base_strides;
   }
 
-  at::Tensor make(const at::Tensor& base) const {
+  IValue make(const at::Tensor& base) const {
+    if (!is_list) {
+      return make(base, parts[0]);
+    }
+    c10::List<at::Tensor> list;
+    list.reserve(parts.size());
+    for (const Part& part : parts) {
+      list.push_back(make(base, part));
+    }
+    return list;
+  }
+
+ private:
+  at::Tensor make(const at::Tensor& base, const Part& part) const {
     at::Tensor made = at::detail::make_tensor<at::TensorImpl>(at::TensorImpl::VIEW, at::Storage(base.storage()), keys, dtype);
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, base.storage_offset() + offset);
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(part.sizes, part.strides, base.storage_offset() + part.offset);
     return made;
   }
 };
@@ -185,9 +202,13 @@ class FirstView {
     return view_.load(std::memory_order_acquire);
   }
 
-  void keep(const at::Tensor& base, const at::Tensor& made) {
+  void keep(const at::Tensor& base, const IValue& made) {
+    const auto all = made.isTensor() ? std::vector{made.toTensor()} : made.toTensorVector();
+    if (!std::all_of(all.begin(), all.end(), [&](const at::Tensor& each) { return View::describes(base, each); })) {
+      return;
+    }
     const View* none = nullptr;
-    auto view = std::make_unique<const View>(base, made);
+    auto view = std::make_unique<const View>(base, all, made.isTensorList());
     if (view_.compare_exchange_strong(none, view.get())) {
       view.release();
     }
@@ -379,6 +400,7 @@ class DispatchKeys {
 
 void call_operator(const Instruction& instruction, Registers& registers, torch::jit::Stack& stack, bool has_modes) {
   const at::Tensor* base = nullptr;
+  const View* view = nullptr;
   if (instruction.view) {
     const int64_t made = instruction.results[0];
     if (!registers[made].isNone()) {
@@ -386,7 +408,7 @@ void call_operator(const Instruction& instruction, Registers& registers, torch::
     }
     base = &registers[instruction.arguments[0].index].toTensor();
     registers.is_copy[made] = registers.is_copy[instruction.arguments[0].index];
-    const View* view = instruction.view->get();
+    view = instruction.view->get();
     if (view != nullptr && !has_modes && view->is_of(*base)) {
       registers[made] = view->make(*base);
       return;
@@ -402,9 +424,9 @@ void call_operator(const Instruction& instruction, Registers& registers, torch::
     if (!made.has_storage() || !base->has_storage() || !made.is_alias_of(*base)) {
       registers.is_copy[instruction.results[0]] = true;
     }
-    if (!has_modes && View::describes(*base, made)) {
-      instruction.view->keep(*base, made);
-    }
+  }
+  if (base != nullptr && view == nullptr && !has_modes) {
+    instruction.view->keep(*base, stack[0]);
   }
   for (size_t i = 0; i < instruction.results.size(); i++) {
     if (instruction.results[i] >= 0) {

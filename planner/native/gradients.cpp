@@ -41,6 +41,14 @@ bool is_plain(AccumulateGrad& sum, size_t users, const at::Tensor& gradient, Nod
   return users == 1 && fits && !has_hooks && sum.stream() == step.stream() && !gradient.key_set().has(c10::DispatchKey::Python);
 }
 
+// Replace an item of a list by None, which frees what was there.
+void take(PyObject* list, size_t item) {
+  Py_INCREF(Py_None);
+  if (PyList_SetItem(list, static_cast<Py_ssize_t>(item), Py_None) < 0) {
+    throw py::error_already_set();
+  }
+}
+
 // Call `sum` with an item of a list, which is taken from it. A first gradient that only the list holds becomes the parameter's
 // own, as there, without the dispatcher, which takes most of the time of such a call.
 void add(AccumulateGrad& sum, PyObject* list, size_t item) {
@@ -49,15 +57,13 @@ void add(AccumulateGrad& sum, PyObject* list, size_t item) {
   const bool has_other_users = Py_REFCNT(object) > 1 || gradient.use_count() > 1;
   if (!has_other_users && !sum.variable.grad().defined() && gradient.layout() == c10::kStrided &&
       torch::autograd::utils::obeys_layout_contract(gradient, sum.variable)) {
-    sum.variable.mutable_grad() = at::Tensor(gradient.getIntrusivePtr()->shallow_copy_and_detach(
-        torch::autograd::impl::version_counter(gradient), /*allow_tensor_metadata_change=*/false));
+    gradient.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(false);
+    sum.variable.mutable_grad() = gradient;
+    take(list, item);
     return;
   }
   at::Tensor added = gradient;
-  Py_INCREF(Py_None);
-  if (PyList_SetItem(list, static_cast<Py_ssize_t>(item), Py_None) < 0) { // which frees what was there
-    throw py::error_already_set();
-  }
+  take(list, item);
   const py::gil_scoped_release unlocked;
   sum({std::move(added)});
 }

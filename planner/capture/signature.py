@@ -160,6 +160,7 @@ class Signature:
         returned: structure of the loss and the other results, as ``split_returned`` gives them; and of the tensors for later
             calls, if there are any.
         unread: positions of leaves whose values the graph does not depend on.
+        flat: names of the keyword arguments and types of all arguments, if each is a leaf; else None.
     """
 
     given: pytree.TreeSpec
@@ -169,18 +170,27 @@ class Signature:
     devices: tuple[str, ...]
     returned: pytree.TreeSpec
     unread: frozenset[int] = frozenset()
+    flat: tuple[tuple[str, ...], list[type]] | None = None
 
     @staticmethod
     def of(batch: Batch, returned: pytree.TreeSpec, unread: Collection[int] = ()) -> "Signature":
         """Return the signature of a step that was captured on `batch`; `unread` as in the class."""
-        flat, given = pytree.tree_flatten(split_arguments(batch))
+        args, kwargs = split_arguments(batch)
+        flat, given = pytree.tree_flatten((args, kwargs))
+        are_leaves = [*map(id, flat)] == [*map(id, (*args, *kwargs.values()))]
         values = tuple(None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat)
         trained = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flat)
         devices = tuple(leaf.device.type if isinstance(leaf, torch.Tensor) else "" for leaf in flat)
-        return Signature(given, _list_names(split_arguments(batch)), values, trained, devices, returned, frozenset(unread))
+        return Signature(
+            *(given, _list_names((args, kwargs)), values, trained, devices, returned, frozenset(unread)),
+            flat=(tuple(kwargs), [*map(type, flat)]) if are_leaves else None,
+        )
 
     def flatten(self, *args: object, **kwargs: object) -> list[object]:
         """Return the leaves of a call in the order of the captured one; raise MismatchError if the call has another structure."""
+        flat = [*args, *kwargs.values()]
+        if self.flat is not None and (tuple(kwargs), [*map(type, flat)]) == self.flat:
+            return flat
         try:
             flat, given = pytree.tree_flatten((args, kwargs))
             if given != self.given:  # dicts in another order will do

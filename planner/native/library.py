@@ -57,8 +57,9 @@ class Library:
         new_program: returns a program from its description.
         run: runs a program on a tuple, and sets the position of the instruction at which it is.
         accumulate: adds gradients to those of parameters in the backward pass of a step, if it returns True.
-        new_stored_values: returns a state of objects and names; `any` stands for values that do not matter.
-        are_unchanged: returns True if they are as in a state.
+        new_stored_values: returns a state of objects, names and some tensors among them; `any` stands for values that do not
+            matter.
+        find_unchanged: returns the list of these tensors if all is as in a state, else None.
         ledger: the type of ledgers, with the methods of ``solvers.online.ledger.Ledger`` that the eager runtime calls.
         memory, recomputation, tracked_storage: the types that ``planner.train.eager.storages`` describes.
     """
@@ -72,8 +73,8 @@ class Library:
         self.new_program = _declare(functions.passes_new, value, value)
         self.run = _declare(functions.passes_run, value, value, value, ctypes.POINTER(ctypes.c_int64))
         self.accumulate = _declare(functions.gradients_accumulate, value, value, value)
-        self.new_stored_values = _declare(functions.stored_values_new, value, value, value, value)
-        self.are_unchanged = _declare(functions.stored_values_are_unchanged, value, value)
+        self.new_stored_values = _declare(functions.stored_values_new, value, value, value, value, value)
+        self.find_unchanged = _declare(functions.stored_values_find_unchanged, value, value)
         self.ledger = _declare(functions.ledger_type_of_library, value)()
         self.memory, self.recomputation, self.tracked_storage = _declare(functions.eager_types, value)()
 

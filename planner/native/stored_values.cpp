@@ -53,6 +53,7 @@ struct Stored {
   PyTypeObject* type;
   PyObject* container = nullptr; // the dict of its attributes, or itself
   size_t entries = 0; // the number of those in the container
+  uint64_t version = 0; // of a container that had them
   std::optional<TensorState> tensor = std::nullopt;
 };
 
@@ -65,7 +66,17 @@ struct StoredValues {
   std::vector<Stored> objects;
   std::vector<Entry> entries;
   std::vector<Name> names;
+  std::vector<PyObject*> tensors; // some of the objects; None in place of others
 };
+
+// A number that each write to a dict changes, and no other dict has; 0 of what has none, such as all dicts since Python 3.12.
+uint64_t get_version([[maybe_unused]] PyObject* container) {
+#if PY_VERSION_HEX < 0x030C0000
+  return PyDict_Check(container) ? reinterpret_cast<PyDictObject*>(container)->ma_version_tag : 0;
+#else
+  return 0;
+#endif
+}
 
 bool has_entries(PyObject* container, const Entry* expected, size_t count) {
   if (PyDict_Check(container)) {
@@ -91,13 +102,13 @@ bool has_entries(PyObject* container, const Entry* expected, size_t count) {
   return true;
 }
 
-bool are_unchanged(const StoredValues& values) {
+bool are_unchanged(StoredValues& values) {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   if (keys.included_ != values.keys.included_ || keys.excluded_ != values.keys.excluded_) {
     return false;
   }
   const Entry* entries = values.entries.data();
-  for (const Stored& stored : values.objects) {
+  for (Stored& stored : values.objects) {
     if (Py_TYPE(stored.object) != stored.type) {
       return false;
     }
@@ -114,8 +125,12 @@ bool are_unchanged(const StoredValues& values) {
         return false;
       }
     }
-    if (!has_entries(stored.container, entries, stored.entries)) {
-      return false;
+    const uint64_t version = get_version(stored.container);
+    if (version == 0 || version != stored.version) {
+      if (!has_entries(stored.container, entries, stored.entries)) {
+        return false;
+      }
+      stored.version = version;
     }
     entries += stored.entries;
   }
@@ -129,7 +144,7 @@ bool are_unchanged(const StoredValues& values) {
 }
 
 // Each object is a tuple of itself, its container, the keys and the values of that; names are tuples of a dict, keys and values.
-std::unique_ptr<StoredValues> read_values(py::handle objects, py::handle names, py::handle any) {
+std::unique_ptr<StoredValues> read_values(py::handle objects, py::handle names, py::handle any, py::handle tensors) {
   const auto find = [&](py::handle value) { return value.is(any) ? nullptr : value.ptr(); };
   auto values = std::make_unique<StoredValues>();
   for (py::handle each : objects) {
@@ -154,6 +169,9 @@ std::unique_ptr<StoredValues> read_values(py::handle objects, py::handle names, 
       values->names.push_back({py::handle(fields[0]).ptr(), py::handle(keys[i]).ptr(), find(held[i])});
     }
   }
+  for (py::handle tensor : tensors) {
+    values->tensors.push_back(tensor.ptr());
+  }
   return values;
 }
 
@@ -165,9 +183,9 @@ void drop_values(PyObject* capsule) {
 
 extern "C" {
 
-PyObject* stored_values_new(PyObject* objects, PyObject* names, PyObject* any) {
+PyObject* stored_values_new(PyObject* objects, PyObject* names, PyObject* any, PyObject* tensors) {
   HANDLE_TH_ERRORS
-  auto values = read_values(objects, names, any);
+  auto values = read_values(objects, names, any, tensors);
   PyObject* capsule = PyCapsule_New(values.get(), nullptr, drop_values);
   if (capsule != nullptr) {
     values.release();
@@ -176,9 +194,18 @@ PyObject* stored_values_new(PyObject* objects, PyObject* names, PyObject* any) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* stored_values_are_unchanged(PyObject* capsule) {
+// Return the list of the tensors if all is as it was, else None.
+PyObject* stored_values_find_unchanged(PyObject* capsule) {
   HANDLE_TH_ERRORS
-  return PyBool_FromLong(are_unchanged(*static_cast<StoredValues*>(PyCapsule_GetPointer(capsule, nullptr))));
+  auto& values = *static_cast<StoredValues*>(PyCapsule_GetPointer(capsule, nullptr));
+  if (!are_unchanged(values)) {
+    Py_RETURN_NONE;
+  }
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(values.tensors.size()));
+  for (size_t i = 0; list != nullptr && i < values.tensors.size(); i++) {
+    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), Py_NewRef(values.tensors[i]));
+  }
+  return list;
   END_HANDLE_TH_ERRORS
 }
 

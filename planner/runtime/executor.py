@@ -118,7 +118,11 @@ class Executor:
         self.check_writes = self._trains = False
         self.entered_s = self.left_s = 0.0
         self._guards = capture.guards
-        self._step_guards = None if capture.guards is None else StepGuards(capture.guards, self.training_step)
+        self._step_guards = (
+            None
+            if capture.guards is None
+            else StepGuards(capture.guards, self.training_step, () if self.sharding.description else self.program.sources)
+        )
         self._conditions = capture.conditions
         self._device_type = device.type
         self._autocast = _describe_autocast(self._device_type)
@@ -127,6 +131,11 @@ class Executor:
         self.trained = [self._static_order[tensor] for tensor, _ in self.program.gradients]
         self._untrained = sorted({*range(len(self.program.sources))}.difference(self.trained))
         self.inputs = tuple(source for source in self.program.sources if source.kind is Kind.INPUT and not source.is_tangent)
+        self._leaves = [(self._static_order[source.tensor], int(source.name)) for source in self.inputs]
+        self._expected = [
+            (planned.shape, getattr(torch, planned.dtype), self.signature.devices[leaf], self.signature.trained[leaf])
+            for planned, leaf in ((self.graph.tensors[source.tensor], int(source.name)) for source in self.inputs)
+        ]
         self._parameters = [i for i, source in enumerate(self.program.sources) if source.kind is Kind.PARAMETER]
         # Inductor's kernels write without autograd's knowledge, and its backward pass reads their results.
         compiled = any(calls.launches for calls in self.program.calls)
@@ -238,9 +247,9 @@ class Executor:
         if not torch.is_grad_enabled():
             return self.evaluate(*args, **kwargs)
         self.entered_s = time.perf_counter()
-        leaves = self.check(*args, **kwargs)
+        static = self.check(*args, **kwargs)
         try:
-            results = self.run(leaves)
+            results = self.run(static)
         except RuntimeError as error:  # which has undone the step
             if UNPLANNED not in str(error):
                 raise
@@ -253,12 +262,9 @@ class Executor:
         """Return the step's result by eager PyTorch, without saved tensors."""
         return join_returned(*self.training_step(*args, **kwargs))
 
-    def run(self, leaves: Sequence[object]) -> Any:
-        """Run one forward pass on the leaves of a batch that was checked, and the numbers of the program."""
+    def run(self, static: list[Any]) -> Any:
+        """Run one forward pass on static tensors and numbers that were checked."""
         warn_of_saved_hooks()
-        static = self.program.gather(self.training_step, leaves)
-        numbers = leaves[len(leaves) - self.program.numbers :]
-        static += numbers
         check_earlier_gradients = self._check_earlier_gradients(static)
         for i in self._untrained:  # which are saved, but are no inputs: autograd would call their hooks
             if static[i] is not None and static[i].requires_grad:
@@ -267,11 +273,11 @@ class Executor:
         results: tuple[torch.Tensor, ...] = apply_function(_Step, self, check_earlier_gradients, static, *trained)
         if self._trains and self._guards is not None:
             self._guards.call_later(self.training_step, self.signature.list_for_later(results))
-            self._guards.count(self.training_step, numbers)
+            self._guards.count(self.training_step, static[len(self.program.sources) :])
         return self.signature.build_results(results)
 
-    def check(self, *args: object, **kwargs: object) -> list[object]:
-        """Return the leaves of a batch and the numbers of the program, after checking that the step was planned for them.
+    def check(self, *args: object, **kwargs: object) -> list[Any]:
+        """Return the static tensors and the numbers of the program, after checking that the step was planned for a batch.
 
         Raises:
             MismatchError: as in a call of the step, on all processes that run it together.
@@ -281,14 +287,18 @@ class Executor:
         check_no_block("a planned step is called")
         return self.sharding.agree(self._plan, kwargs or args, partial(self._check_call, args, kwargs))
 
-    def _check_call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
+    def _check_call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Any]:
         leaves = self.signature.flatten(*args, **kwargs)
         self._check(leaves)
         with self.sharding.enter_captured_state():
-            numbers = () if self._step_guards is None else self._step_guards.check(args, kwargs)
+            numbers, static = ((), []) if self._step_guards is None else self._step_guards.check(args, kwargs)
         if self._conditions:
             self._conditions.check(self.training_step, leaves)
-        return [*leaves, *numbers]
+        if not static:
+            static = self.program.gather(self.training_step, leaves)
+        for i, leaf in self._leaves:
+            static[i] = leaves[leaf]
+        return [*static, *numbers]
 
     def find_changed_numbers(self, batch: Batch) -> set[str]:
         """Return the names of the numbers that differ from those that the step was planned for, as Dynamo writes them."""
@@ -303,8 +313,18 @@ class Executor:
         return frozenset() if self._guards is None or self._guards.numbers is None else self._guards.numbers.free
 
     def _check(self, leaves: Sequence[object]) -> None:
-        self._check_sizes(leaves)
+        if differs := [_describe_leaf(leaves[leaf]) for _, leaf in self._leaves] != self._expected:
+            self._check_sizes(leaves)
         self.signature.check_values(leaves)
+        if differs:
+            self._check_inputs(leaves)
+        if _describe_autocast(self._device_type) != self._autocast:
+            raise MismatchError(
+                f"autocast is {_describe_autocast(self._device_type)}, but the step was planned with autocast {self._autocast}: "
+                "the casts are part of its graph; call planner.compile and the step under the same torch.autocast"
+            )
+
+    def _check_inputs(self, leaves: Sequence[object]) -> None:
         for source in self.inputs:
             planned, index = self.graph.tensors[source.tensor], int(source.name)
             given, name = leaves[index], self.signature.names[index]
@@ -330,11 +350,6 @@ class Executor:
                     f"{not given.requires_grad}: make a plan with such a batch, or "
                     f"{'detach() it' if given.requires_grad else 'let it require a gradient'}"
                 )
-        if _describe_autocast(self._device_type) != self._autocast:
-            raise MismatchError(
-                f"autocast is {_describe_autocast(self._device_type)}, but the step was planned with autocast {self._autocast}: "
-                "the casts are part of its graph; call planner.compile and the step under the same torch.autocast"
-            )
 
     def _check_sizes(self, leaves: Sequence[object]) -> None:
         """Raise if the batch differs from the planned one in sizes only.
@@ -505,6 +520,11 @@ def check_no_transform(what: str) -> None:
         raise PlannerError(
             f"{what} under torch.func.{transform.key().name.lower()}, which cannot transform a plan: use model(...) itself there"
         )
+
+
+def _describe_leaf(leaf: object) -> tuple[object, ...] | None:
+    """Return what a step needs of an input; None if it is no tensor."""
+    return (leaf.shape, leaf.dtype, leaf.device.type, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else None
 
 
 def _format_dtype(tensor: torch.Tensor) -> str:

@@ -45,8 +45,8 @@ class StoredValues:
 
     places: dict[str, tuple[str, bool, Any]]
 
-    def list_objects(self, step: object) -> list[Stored]:
-        """Return the objects that hold the values of `step`, each after one that holds it, and the tensors among them.
+    def list_objects(self, step: object) -> tuple[list[Stored], dict[str, object]]:
+        """Return the objects that hold the values of `step`, each after one that holds it, with the tensors; and the values.
 
         Raises:
             LookupError: a value is held in another way than when its guards were made.
@@ -57,7 +57,7 @@ class StoredValues:
             value = values[name] = _read(values[holder], key, is_item=is_item)
             read[id(values[holder])][1].add(key)
             read.setdefault(id(value), (value, set()))
-        return [_describe(value, keys) for value, keys in read.values() if not is_constant(value)]
+        return [_describe(value, keys) for value, keys in read.values() if not is_constant(value)], values
 
 
 def divide_guards(guards: Iterable[Guard], step: nn.Module) -> tuple[StoredValues, list[Guard]]:

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import pytest
@@ -138,6 +139,18 @@ def test_replaced_parameters_leave_the_memory_at_once() -> None:
     gc.collect()
     assert replaced() is None
     check()
+
+
+def test_tensors_of_an_unchanged_step_are_not_looked_up() -> None:
+    model = nn.Sequential(Layer())
+    captured, step = capture(model, F.mse_loss, BATCH), TrainingStep(model, F.mse_loss)
+    assert captured.guards is not None
+    guards = StepGuards(captured.guards, step, captured.program.sources)
+    for _ in range(2):
+        assert guards.check(BATCH, {})[1] == []
+        found, expected = guards.check(BATCH, {})[1], captured.program.gather(step, [None] * len(BATCH))
+        assert len(found) == len(expected) and all(map(is_, found, expected))
+        model[0].weight = nn.Parameter(torch.ones(4, 4))
 
 
 def test_a_step_that_differs_each_time_is_not_looked_at_again() -> None:

@@ -38,7 +38,7 @@ def parse_budget(text: str, *, peak_bytes: int) -> int:
     if unit is None:
         raise BudgetError(
             f"budget {text!r} has no unit: write {match[1]}GB (10^9 bytes), {match[1]}GiB (2^30 bytes), {match[1]}B (bytes) "
-            f"or {match[1]}% (of the predicted peak of plain eager PyTorch)"
+            f"or {amount if amount > 1 else 100 * amount:g}% (of the predicted peak of plain eager PyTorch)"
         )
     if unit == "%":
         size = amount / 100 * peak_bytes

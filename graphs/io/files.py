@@ -96,7 +96,8 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
         while not os.path.lexists(place):
             place = place.parent
         if not place.is_dir():
-            raise OutputError(f"{folder} is not a folder" if place == Path(folder).absolute() else f"{place} is not a folder")
+            given = folder if place == Path(folder).absolute() else place
+            raise OutputError(f"{given} is a file: name a folder, which is made where there is none")
     except (OSError, ValueError) as error:
         raise _make_output_error(folder, error) from None
     if not os.access(place, os.W_OK):

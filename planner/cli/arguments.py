@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
             known, words = [*self._commands.choices, *known], list(self._given[:1])
         abbreviated = self._commands is None  # options may be
         unknown = [word for word in words if not any(name == word or (abbreviated and name.startswith(word)) for name in known)]
-        return list(dict.fromkeys(name for word in unknown for name in get_close_matches(word, known, n=1)))
+        return list(dict.fromkeys(name for word in unknown for name in get_close_matches(word, known, n=1, cutoff=0.7)))
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"

@@ -158,10 +158,11 @@ def test_a_plan_whose_figures_are_not_its_schedules_is_refused(
     plan_file.write_text(json.dumps(plan_to_dict(read_plan(plan_file)) | edits))
     shown = call(capsys, "show", plan_file, "-o", html)
     refused(shown, 1, said, *([] if "must be" in said else ["edited; solve again"]))
-    refused(call(capsys, "show", plan_file, "--graph", graph_file, "--trace", html), 1, said)
+    refused(call(capsys, "show", plan_file, "--graph", graph_file, "--trace", tmp_path / "trace.json"), 1, said)
     refused(call(capsys, "info", plan_file), 1, said)
     refused(call(capsys, "run", plan_file, "--model", "zoo:mlp"), 1, said)
     assert not html.exists()
+    assert not (tmp_path / "trace.json").exists()
 
 
 def test_a_graph_that_was_traced_again_is_told_from_an_edit(graph_file: Path, tmp_path: Path, capsys: Any) -> None:
@@ -265,8 +266,8 @@ def test_invalid_output_name_prints_one_error(output: str, said: str, graph_file
 
 
 def test_compare_refuses_an_invalid_output_folder_before_solving(graph_file: Path, capsys: Any) -> None:
-    refused(call(capsys, "compare", graph_file, "-o", graph_file), 1, "is not a folder")
-    refused(call(capsys, "compare", graph_file, "-o", graph_file / "below"), 1, "model.json is not a folder")
+    refused(call(capsys, "compare", graph_file, "-o", graph_file), 1, "is a file: name a folder")
+    refused(call(capsys, "compare", graph_file, "-o", graph_file / "below"), 1, "model.json is a file: name a folder")
     check_folder(graph_file.parent / "not" / "there")
     assert [path.name for path in graph_file.parent.iterdir()] == ["model.json"]
 

@@ -305,19 +305,17 @@ TINY = "zoo:mlp,batch=2,layers=1,width=4,classes=3"
 
 def test_trace_passes_its_options_on(asked: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "model.json"
-    how = ("--optimizer", "adamw", "--accumulate", "--roofline", "h200", "--passes", "3", "--options", "chunks")
+    how = ("--optimizer", "adamw", "--accumulate", "--roofline", "h200", "--options", "chunks")
     said = call(capsys, "trace", TINY, "-o", path, *how)
     assert (said.code, said.err) == (0, "")
     assert said.out.startswith(f"{path}: 12 ops and 0 optional ones, 13 tensors, step time 12 ms")
     assert read_graph(path) == chain()
-    given = PlanSettings(
-        optimizer="adamw", accumulate=True, roofline="h200", passes=3, name=TINY, options=OptionSettings(("chunks",))
-    )
+    given = PlanSettings(optimizer="adamw", accumulate=True, roofline="h200", name=TINY, options=OptionSettings(("chunks",)))
     assert asked.calls == [(3, given)]
-    data = json.loads(call(capsys, "trace", TINY, "-o", path, "--json", "--measure-link").out)
+    data = json.loads(call(capsys, "trace", TINY, "-o", path, "--json", "--measure-link", "--passes", "3").out)
     assert data["ops"] == 12
     assert data["output"] == str(path)
-    assert asked.calls[1][1] == PlanSettings(measure_link=True, name=TINY)
+    assert asked.calls[1][1] == PlanSettings(measure_link=True, passes=3, name=TINY)
 
 
 def test_run_reports_and_has_a_code_for_gradients_that_differ(

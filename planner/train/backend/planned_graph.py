@@ -331,11 +331,13 @@ class PlannedGraph:
         if strides == self._strides or len(incoming) != self.outputs:
             return
         self._strides = strides
-        new = {node: value for node, i in self._results.items() if isinstance(value := incoming[i], torch.Tensor)}
-        new = {node: value for node, value in new.items() if node not in self._laid_out}
+        given = {node: incoming[i] for node, i in self._results.items() if node not in self._laid_out}
+        new = {node: value for node, value in given.items() if isinstance(value, torch.Tensor)}
         self._laid_out |= {node: value.stride() for node, value in new.items()}
         known, graph = self.laid_out or self.captured, self.captured.graph
         other = {node: value.stride() for node, value in new.items() if not is_same_layout(value, get_fake(node))}
+        # AOTAutograd adds zeros where the loss does not read a result: a sum with an expanded tensor has the other's layout.
+        other |= {node: (0,) * get_fake(node).dim() for node, value in given.items() if value is None}
         captured = lay_out_tangents(self._module.graph, known, other) if other and known.values else known
         if captured.graph == known.graph:
             return

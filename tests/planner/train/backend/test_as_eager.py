@@ -202,3 +202,18 @@ def test_what_hooks_on_saved_tensors_read_is_guarded(entry: Entry) -> None:
         for own, other in zip(model.parameters(), twin.parameters(), strict=True):
             assert own.grad is not None and other.grad is not None and torch.equal(own.grad, other.grad)
             own.grad = other.grad = None
+
+
+def test_a_result_that_the_loss_does_not_read_does_not_change_the_layout_of_its_gradient() -> None:
+    torch.manual_seed(0)
+    head, x = nn.Linear(16, 6), torch.randn(50, 4, 16)
+    twin = copy.deepcopy(head)
+
+    def compute_loss(own: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = own.head(x.transpose(0, 1))
+        return F.cross_entropy(logits.transpose(1, 2), torch.arange(50).remainder(6).expand(4, -1)), logits
+
+    planned = planner.checkpoint(FunctionModule(compute_loss, head=head), **QUICK | {"budget": "1MB"})
+    for model in (planned, FunctionModule(compute_loss, head=twin)):
+        model(x)[0].backward()
+    assert torch.equal(head.bias.grad, twin.bias.grad)

@@ -123,11 +123,15 @@ def record_eager_layouts(graph: fx.Graph, given: Mapping[fx.Node, Sequence[int]]
             continue
         if isinstance(node.target, OpOverload) and not node.target.is_view and not _is_exact(node):
             values = {arg: value for arg, value in differing.items() if isinstance(value, torch.Tensor)}
-            node.meta[_READ] = {
+            read = {
                 arg: value.stride()
                 for arg, value in values.items()
-                if _is_writable(value) and not (_is_pointwise(node) and _has_same_rows(value, arg.meta["val"]))
+                if _is_writable(value)
+                and not (_is_pointwise(node) and _has_same_rows(value, arg.meta["val"]))
+                # The next gradient may not be expanded, and a copy would lose its values.
+                and not (given and _is_expanded(value))
             }
+            node.meta[_READ] = {**read_strides(node), **read}
         # The layout of a result follows from those of its inputs, so it is carried on to the next reader.
         value = _compute_eager_value(node, differing)
         if _list_strides(value) != _list_strides(node.meta["val"]):
@@ -192,6 +196,10 @@ def _get_fake_mode(value: Any) -> FakeTensorMode:
     mode = detect_fake_mode(pytree.tree_leaves(value))
     assert mode is not None
     return mode
+
+
+def _is_expanded(value: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
 def _list_strides(value: Any) -> list[tuple[int, ...]]:

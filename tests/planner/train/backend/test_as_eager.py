@@ -217,3 +217,15 @@ def test_a_result_that_the_loss_does_not_read_does_not_change_the_layout_of_its_
     for model in (planned, FunctionModule(compute_loss, head=twin)):
         model(x)[0].backward()
     assert torch.equal(head.bias.grad, twin.bias.grad)
+
+
+def test_a_gradient_that_was_expanded_in_the_first_step_only() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 6)), torch.randn(4, 50, 16)
+    twin = copy.deepcopy(model)
+    planned = planner.checkpoint(model, **QUICK | {"budget": "1MB"})
+    for each in (planned, twin):
+        each(x).sum().backward()
+        each.zero_grad()
+        each(x).square().sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]

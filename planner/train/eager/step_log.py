@@ -50,7 +50,7 @@ class StepLog:
         structures: the same without shapes.
         made_bytes: for each op, the bytes that it and the ops before it have made.
         sizes_bytes: size of each storage, by number.
-        unpacked: storages that autograd has unpacked, by the number of ops before that.
+        unpacked: storages that autograd has unpacked, by the number of ops before that: all inputs of a function at once.
         released: for each storage that the program has released, the number of ops before that.
         only_saved: the released storages that autograd was the last to hold, unread: the program may have released them earlier.
         evicted: the evicted storages, in order; -1 for one that the step had not used before.
@@ -75,15 +75,6 @@ class StepLog:
     def chain(self) -> int:
         """The hash of all ops so far."""
         return self.chains[-1] if self.chains else 0
-
-    def add_storage(self, size_bytes: int) -> int:
-        """Add a storage that is new in the step, and return its number."""
-        self.sizes_bytes.append(size_bytes)
-        return len(self.sizes_bytes) - 1
-
-    def unpack(self, storage: int) -> None:
-        """Record that autograd has unpacked a storage. It unpacks all inputs of a backward function before its ops run."""
-        self.unpacked.setdefault(len(self.ops), []).append(storage)
 
 
 @dataclass(frozen=True, slots=True)

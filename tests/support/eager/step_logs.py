@@ -34,6 +34,17 @@ def add_op(log: StepLog, op: LoggedOp, shapes: Hashable = 0) -> None:
     log.chains.append(hash((log.chain, structure, shapes)))
 
 
+def add_storage(log: StepLog, size_bytes: int) -> int:
+    """Add a storage that is new in the step, and return its number."""
+    log.sizes_bytes.append(size_bytes)
+    return len(log.sizes_bytes) - 1
+
+
+def unpack(log: StepLog, storage: int) -> None:
+    """Record that autograd has unpacked a storage."""
+    log.unpacked.setdefault(len(log.ops), []).append(storage)
+
+
 def release(log: StepLog, storage: int) -> None:
     """Record that the program has released a storage."""
     log.released[storage] = len(log.ops)
@@ -43,9 +54,9 @@ def add(event: Event, log: StepLog, plans: StepPlans | None = None) -> None:
     """Add an op to the log of a step, or of the current step of `plans`."""
     op, sizes, released = event
     if op.backward:
-        log.unpack(op.inputs[0])
+        unpack(log, op.inputs[0])
     for size in sizes:
-        log.add_storage(size)
+        add_storage(log, size)
     add_op(log, op, sizes)
     if plans is not None:
         plans.check_plan()

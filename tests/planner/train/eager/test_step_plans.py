@@ -12,7 +12,7 @@ from planner.train.eager.enough_budget import find_enough_bytes
 from planner.train.eager.step_log import LoggedOp, StepLog, build_recorded_step
 from planner.train.eager.step_plans import Action, StepPlan, StepPlans, list_actions
 from tests.support.eager.solves import SolvedWhenWaitedFor
-from tests.support.eager.step_logs import LENGTH, SIZE, Event, add, add_op, log_of, ops_of_chain, release
+from tests.support.eager.step_logs import LENGTH, SIZE, Event, add, add_op, add_storage, log_of, ops_of_chain, release, unpack
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +56,10 @@ def test_actions_are_the_schedule_between_the_ops() -> None:
 
 def test_recomputation_of_overwritten_storage_repeats_its_writes() -> None:
     log = StepLog(0)
-    a = log.add_storage(SIZE)
+    a = add_storage(log, SIZE)
     add_op(log, LoggedOp("make", (), (a,), time_s=1.0))
     add_op(log, LoggedOp("write_", (a,), (), (a,), time_s=1.0))
-    b = log.add_storage(SIZE)
+    b = add_storage(log, SIZE)
     add_op(log, LoggedOp("other", (), (b,), time_s=1.0))
     release(log, b)
     add_op(log, LoggedOp("read", (a,), (), time_s=1.0))
@@ -76,7 +76,7 @@ def test_recomputation_of_overwritten_storage_repeats_its_writes() -> None:
 def test_overwritten_storage_is_recomputed_before_its_inputs_are_evicted() -> None:
     """As a dropout's mask: made of the shape of its input, then written."""
     log = StepLog(0)
-    x, mask, other = (log.add_storage(SIZE) for _ in range(3))
+    x, mask, other = (add_storage(log, SIZE) for _ in range(3))
     add_op(log, LoggedOp("make", (), (x,), time_s=1.0))
     add_op(log, LoggedOp("empty_like", (x,), (mask,), time_s=1.0))
     add_op(log, LoggedOp("bernoulli_", (mask,), (), (mask,), time_s=1.0))
@@ -232,7 +232,7 @@ def test_the_earlier_step_like_a_step_is_the_largest_of_those_that_are_not_large
     for size, expected in ((7, None), (8, 8), (11, 10), (99, 12)):
         plans.begin(0)
         assert plans.earlier is None
-        plans.log.add_storage(size)
+        add_storage(plans.log, size)
         add_op(plans.log, LoggedOp("f", (), (0,)), (size,))
         earlier = plans.earlier
         assert (None if earlier is None else earlier.sizes_bytes[0]) == expected
@@ -241,7 +241,7 @@ def test_the_earlier_step_like_a_step_is_the_largest_of_those_that_are_not_large
 def test_other_ops_are_offered_nothing() -> None:
     plans = sized(100, 100)
     plans.begin(0)
-    plans.log.add_storage(90)
+    add_storage(plans.log, 90)
     add_op(plans.log, LoggedOp("g", (), (0,)), (90,))
     assert plans.get_offered() == {}
 
@@ -268,13 +268,13 @@ def note_op(log: StepLog, target: str, inputs: tuple[int, ...], made: tuple[int,
 def small_step() -> StepLog:
     """x, w -> h = mm(x, w); h <- relu_(h); y = mm(h, w); g = mm_backward(y, h), the gradient of w; then w <- sub_(w, g)."""
     log = StepLog(held_bytes=100)
-    x, w = log.add_storage(20), log.add_storage(30)
-    h = log.add_storage(8)
+    x, w = add_storage(log, 20), add_storage(log, 30)
+    h = add_storage(log, 8)
     note_op(log, "aten.mm.default", (x, w), (h,), time_s=3.0)
     note_op(log, "aten.relu_.default", (h,), written=(h,), time_s=1.0)
-    y = log.add_storage(4)
+    y = add_storage(log, 4)
     note_op(log, "aten.mm.default", (h, w), (y,), time_s=2.0)
-    g = log.add_storage(30)
+    g = add_storage(log, 30)
     note_op(log, "aten.mm.default", (y, h), (g,), time_s=2.0, backward=True)
     release(log, h)
     note_op(log, "aten.sub_.Tensor", (w, g), written=(w,), time_s=1.0, recomputable=False)
@@ -302,11 +302,11 @@ def test_a_step_becomes_a_graph() -> None:
 
 def test_unpacked_tensors_are_inputs_of_all_ops_of_their_node() -> None:
     log = StepLog(held_bytes=0)
-    a, b, loss, g, h, k = (log.add_storage(1) for _ in range(6))
+    a, b, loss, g, h, k = (add_storage(log, 1) for _ in range(6))
     note_op(log, "f", (), (a,))
     note_op(log, "f", (a,), (b,))
     note_op(log, "loss", (b,), (loss,))
-    log.unpack(b)
+    unpack(log, b)
     note_op(log, "g", (loss,), (g,), backward=True, node=7)
     note_op(log, "g", (g, b), (h,), backward=True, node=7)
     note_op(log, "g", (h,), (k,), backward=True, node=6)
@@ -327,7 +327,7 @@ def test_keep_everything_schedule_frees_released_storages() -> None:
 @pytest.mark.parametrize("only_saved", [False, True])
 def test_only_storages_held_by_the_program_stay_until_released(only_saved: bool) -> None:
     log = StepLog(held_bytes=0)
-    a, b, c = (log.add_storage(size) for size in (7, 5, 3))
+    a, b, c = (add_storage(log, size) for size in (7, 5, 3))
     note_op(log, "f", (), (a,))
     note_op(log, "g", (a,), (b,))
     note_op(log, "h", (b,), (c,))

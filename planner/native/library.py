@@ -41,7 +41,11 @@ _HEADERS = tuple(map(Path(__file__).with_name, _HEADER_NAMES))
 _COMPILER = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 # No vectors of the present machine: others may share the folder. Warnings are errors in the tests: another compiler has others.
 # Products and sums are rounded one by one, as in Python.
-_FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-DNDEBUG", "-fPIC", "-shared", "-Wall", "-Wextra")
+# pybind11 looks up its own state at each lock of the interpreter, unless it is told that Python's is enough.
+_FLAGS = (
+    *("-std=c++20", "-O2", "-ffp-contract=off", "-DNDEBUG", "-fPIC", "-shared", "-Wall", "-Wextra"),
+    "-DPYBIND11_SIMPLE_GIL_MANAGEMENT",
+)
 _LINKED = ("c10", "torch_cpu", "torch", "torch_python")
 _SHOWN_ERRORS = 3  # the others mostly follow from the first
 _FIRST_TO_DIE = 1000  # of oom_score_adj

@@ -55,7 +55,7 @@ Memory::~Memory() {
     end_holding(storage_of(object));
   }
   for (const auto* asked : {&young_, &old_}) {
-    for (auto* watch : *asked) {
+    for (auto [memory, watch] : *asked) {
       if (watch->storage != nullptr) {
         watch->storage->watch = nullptr;
       }
@@ -165,7 +165,7 @@ void Memory::forget() {
   // Reference cycles keep recomputed tensors in memory where storages were written with each other's contents.
   for (const auto* asked : {&young_, &old_}) {
     for (size_t i = 0; i < asked->size(); ++i) {
-      if (auto* watch = (*asked)[i]; watch->extra_bytes > 0 && watch->storage != nullptr) {
+      if (auto* watch = (*asked)[i].second; watch->extra_bytes > 0 && watch->storage != nullptr) {
         watch->storage->base.reset();
       }
     }
@@ -181,16 +181,16 @@ void Memory::forget() {
   in_use_.clear();
 }
 
-void Memory::ask(Watch* watch, std::vector<Watch*>& asked) {
+void Memory::ask(Watch* watch, Watches& asked) {
   watch->asked = &asked;
   watch->place = asked.size();
-  asked.push_back(watch);
+  asked.emplace_back(watch->memory._unsafe_get_target(), watch);
 }
 
 void Memory::stop_asking(Watch* watch) {
   auto& asked = *std::exchange(watch->asked, nullptr);
   asked[watch->place] = asked.back();
-  asked[watch->place]->place = watch->place;
+  asked[watch->place].second->place = watch->place;
   asked.pop_back();
 }
 
@@ -207,7 +207,7 @@ void Memory::end_holding(TrackedStorage& storage) {
 }
 
 void Memory::begin_step() {
-  for (auto* watch : std::exchange(young_, {})) {
+  for (auto [memory, watch] : std::exchange(young_, {})) {
     ask(watch, old_);
   }
 }
@@ -227,9 +227,9 @@ void Memory::settle_all() {
   settle();
 }
 
-void Memory::settle(std::vector<Watch*>& asked) {
+void Memory::settle(Watches& asked) {
   for (size_t i = 0; i < asked.size();) {
-    if (auto* watch = asked[i]; watch->memory.use_count() == 0) {
+    if (const auto [memory, watch] = asked[i]; c10::raw::weak_intrusive_ptr::use_count(memory) == 0) {
       stop_asking(watch);
       note_freed(watch);
     } else {

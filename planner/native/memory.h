@@ -73,9 +73,9 @@ class [[gnu::visibility("hidden")]] Memory {
   void enter_pending();
   void enter_op(OpFields& op);
   int64_t enter(TrackedStorage& storage, std::optional<std::pair<int64_t, int64_t>> origin);
-  void ask(Watch* watch, std::vector<Watch*>& asked);
+  void ask(Watch* watch, Watches& asked);
   void stop_asking(Watch* watch);
-  void settle(std::vector<Watch*>& asked);
+  void settle(Watches& asked);
   void note_freed(Watch* watch);
   bool free_by_collection();
   bool is_held_elsewhere(const TrackedStorage& storage) const;
@@ -85,7 +85,7 @@ class [[gnu::visibility("hidden")]] Memory {
   const c10::Device device_;
   const std::pair<int64_t, int64_t> unheld_; // reference counts of a storage that is not in use, and of its Python object
   std::unordered_map<int64_t, pybind11::object> resident_; // by address
-  std::vector<Watch*> young_, old_; // memory that the runtime does not hold; of this step, and of before
+  Watches young_, old_; // memory that the runtime does not hold; of this step, and of before
   pybind11::object ledger_object_;
   EvictionLedger* ledger_ = nullptr;
   bool keeps_random_ = false;

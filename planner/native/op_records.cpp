@@ -150,7 +150,7 @@ class Records final : public OpRecords {
       begin_step();
     }
     const auto written = list_written(called);
-    const auto is_pinned = [](py::handle storage) { return storage_of(storage).pinned; };
+    const auto is_pinned = [](const py::object& storage) { return storage_of(storage).pinned; };
     if (called.facts.only_writes != 0 && std::all_of(written.begin(), written.end(), is_pinned)) {
       return write_pinned(called, written);
     }
@@ -162,8 +162,8 @@ class Records final : public OpRecords {
   // a backward pass sees what was assigned to their ``.data`` meanwhile.
   void pack(const at::Tensor& tensor, SavedTensor& saved, const std::shared_ptr<OpRecords>& self) override {
     const OwnLock own(lock_);
-    memory_.settle();
     if (PyDict_GET_SIZE(saved_.ptr()) == 0) { // autograd saves the inputs of the first op of a step before the op runs
+      memory_.settle();
       begin_saving.call(recorder_);
       memory_.begin_step();
     }
@@ -220,7 +220,7 @@ class Records final : public OpRecords {
     }
     saved.alias.reset();
     if (--storage_of(storage).saved == 0) {
-      remove(saved_, identity_of(storage));
+      check(PyDict_DelItem(saved_.ptr(), identity_of(storage).ptr()));
       if (std::exchange(storage_of(storage).evicted, false)) {
         memory_.evicted_bytes -= storage_of(storage).size_bytes;
       }
@@ -238,6 +238,14 @@ class Records final : public OpRecords {
   }
 
  private:
+  using Written = c10::SmallVector<py::object, 1>; // storages, without duplicates
+
+  static py::list to_list(const Written& written) {
+    py::list made;
+    std::for_each(written.begin(), written.end(), [&](const py::object& storage) { made.append(storage); });
+    return made;
+  }
+
   // Numbers of storages in the order in which they were added, without duplicates.
   struct Numbers {
     c10::SmallVector<int64_t, 8> found;
@@ -268,22 +276,23 @@ class Records final : public OpRecords {
   }
 
   // Returns the storages that an op writes.
-  py::list list_written(const CalledOp& called) {
-    py::list written;
+  Written list_written(const CalledOp& called) {
+    Written written;
     for (const auto& tensor : called.written) {
-      if (const auto storage = find_or_add(tensor); !written.contains(storage)) {
-        written.append(storage);
+      auto storage = find_or_add(tensor);
+      if (std::none_of(written.begin(), written.end(), [&](const py::object& other) { return other.is(storage); })) {
+        written.push_back(std::move(storage));
       }
     }
     return written;
   }
 
   // Copies contents that an op is about to write, if saved tensors may have to be recomputed from them.
-  void copy_before_writes(const py::object& operator_, const py::list& written) {
-    for (auto storage : written) {
+  void copy_before_writes(const py::object& operator_, const Written& written) {
+    for (const auto& storage : written) {
       if (storage_of(storage).pinned && storage_of(storage).last_read == storage_of(storage).version) {
         if (PyDict_GET_SIZE(saved_.ptr()) > 0) {
-          copy_before_writes_.call(sources_, operator_, written);
+          copy_before_writes_.call(sources_, operator_, to_list(written));
           return;
         }
         ++memory_.overwrites;
@@ -292,7 +301,7 @@ class Records final : public OpRecords {
   }
 
   // Executes an op that writes only pinned storages, such as an update of parameters, without recording it.
-  void write_pinned(const CalledOp& called, const py::list& written) {
+  void write_pinned(const CalledOp& called, const Written& written) {
     const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
     copy_before_writes(operator_, written);
     const auto start_s = memory_.now();
@@ -300,25 +309,25 @@ class Records final : public OpRecords {
       recover(operator_, std::nullopt, written, error);
     }
     advance_clock(memory_.now() - start_s);
-    for (auto storage : written) {
-      begin_version(storage);
+    for (const auto& storage : written) {
+      ++storage_of(storage).version;
     }
     if (const auto log = log_.of(follower_); !log.is_none()) {
       Numbers none, changed;
-      for (auto storage : written) {
+      for (const auto& storage : written) {
         changed.add(number_of(storage, log, step_number.of(follower_)));
       }
-      add_to_log(log, operator_, none.to_tuple(), none.to_tuple(), changed.to_tuple(), steal(PyFloat_FromDouble(0)), boolean(false),
+      add_to_log(log, called.facts, none.to_tuple(), none.to_tuple(), changed.to_tuple(), steal(PyFloat_FromDouble(0)), boolean(false),
                  number(0), module_name(), none.to_tuple());
     }
   }
 
   // Makes room after an error of an op, so that it can be executed again. Throws the error, as Python's, if that does not help: from
   // here, because frames of Python would be in its traceback, which would lead back to it.
-  void recover(py::handle operator_, const std::optional<Draws>& draws, const py::list& written, const std::exception_ptr& error) {
+  void recover(py::handle operator_, const std::optional<Draws>& draws, const Written& written, const std::exception_ptr& error) {
     torch::translate_exception_to_python(error);
     const py::error_already_set raised;
-    if (recover_.call(recorder_, operator_, written, raised.value()).ptr() != Py_True) {
+    if (recover_.call(recorder_, operator_, to_list(written), raised.value()).ptr() != Py_True) {
       throw raised;
     }
     if (draws.has_value()) {
@@ -390,7 +399,7 @@ class Records final : public OpRecords {
     }
     auto fields = new_fields(std::move(pattern));
     const bool has_replay = !called.updates_statistics || called.facts.replay != OperatorFacts::kNoReplay;
-    fields.recordable = repeatable.of(fields.pattern->operator_).ptr() == Py_True && has_replay;
+    fields.recordable = called.facts.repeatable != 0 && has_replay;
     fields.known = called.sized_by_data ? std::make_shared<KnownOp>() : learn_sizes(called, fields.pattern->operator_);
     return fields;
   }
@@ -520,13 +529,6 @@ class Records final : public OpRecords {
     return torch::jit::toPyObject(value);
   }
 
-  // Returns whether there was something to remove.
-  static bool remove(py::handle dictionary, py::handle key) {
-    const auto found = PyDict_Contains(dictionary.ptr(), key.ptr());
-    check(found > 0 ? PyDict_DelItem(dictionary.ptr(), key.ptr()) : found);
-    return found > 0;
-  }
-
   static py::object identity_of(py::handle object) {
     return steal(PyLong_FromVoidPtr(object.ptr()));
   }
@@ -573,7 +575,7 @@ class Records final : public OpRecords {
     return called.execute();
   }
 
-  void record_as(const py::object& object, const CalledOp& called, const py::list& written, bool is_between) {
+  void record_as(const py::object& object, const CalledOp& called, const Written& written, bool is_between) {
     auto& op = fields_of_op(object);
     const auto operator_ = op.pattern->operator_;
     if (called.sized_by_data && !called.unusual) {
@@ -592,14 +594,13 @@ class Records final : public OpRecords {
     }
     const auto held_bytes = memory_.live_bytes;
     copy_before_writes(operator_, written);
-    const auto taken_bytes = run(called, object, operator_, written);
-    memory_.settle();
+    const auto taken_bytes = run(called, object, written);
     const auto made_bytes = record_outputs(called, object, written, taken_bytes);
     if (called.facts.reads_to_host != 0) {
       ++memory_.host_reads;
     }
     if (const auto log = log_.of(follower_); !log.is_none()) {
-      log_op(log, op, operator_, written);
+      log_op(log, op, called.facts, written);
     }
     if (made_bytes != out_bytes) {
       memory_.make_room(0, function.of(op.pattern->operator_));
@@ -655,9 +656,9 @@ class Records final : public OpRecords {
   }
 
   // Executes an op and times it, and returns the bytes that it has taken; -1 if that was not measured.
-  int64_t run(const CalledOp& called, const py::object& object, py::handle operator_, const py::list& written) {
+  int64_t run(const CalledOp& called, const py::object& object, const Written& written) {
     auto& op = fields_of_op(object);
-    if (draws.of(operator_).ptr() != Py_True) {
+    if (called.facts.draws == 0) {
       return run_timed(called, object, written);
     }
     py::object generator = py::none();
@@ -675,7 +676,7 @@ class Records final : public OpRecords {
       const std::lock_guard<std::mutex> lock(drawn_from.unsafeGetGeneratorImpl()->mutex_);
       op.draws.emplace(Draws{drawn_from, drawn_from.clone()});
     };
-    if (random.of(operator_).ptr() != Py_True) { // a custom operator, which may wait for another thread
+    if (called.facts.random == 0) { // a custom operator, which may wait for another thread
       set_draws();
       return run_timed(called, object, written);
     }
@@ -684,7 +685,7 @@ class Records final : public OpRecords {
     return run_timed(called, object, written);
   }
 
-  int64_t run_timed(const CalledOp& called, const py::object& object, const py::list& written) {
+  int64_t run_timed(const CalledOp& called, const py::object& object, const Written& written) {
     auto& op = fields_of_op(object);
     const auto& known = op.known;
     if (known->needs_block) {
@@ -735,7 +736,7 @@ class Records final : public OpRecords {
   }
 
   // Records what an op has made and written, and returns the bytes of new storages and of those that have grown.
-  int64_t record_outputs(const CalledOp& called, const py::object& object, const py::list& written, int64_t taken_bytes) {
+  int64_t record_outputs(const CalledOp& called, const py::object& object, const Written& written, int64_t taken_bytes) {
     auto& op = fields_of_op(object);
     const auto& known = op.known;
     const auto outputs = called.outputs();
@@ -764,7 +765,7 @@ class Records final : public OpRecords {
     }
     int64_t made_bytes = 0;
     if (!called.written.empty()) {
-      for (auto storage : written) {
+      for (const auto& storage : written) {
         made_bytes += called.facts.rebinds + called.facts.resizes_out > 0 ? memory_.update_size(storage_of(storage)) : 0;
       }
       note_writes(called, op, written, !new_tensors.empty());
@@ -797,15 +798,16 @@ class Records final : public OpRecords {
   }
 
   // Begins the next version of each storage that an op has written: adds the op to its chain, or pins it.
-  void note_writes(const CalledOp& called, OpFields& op, const py::list& written, bool makes_outputs) {
+  void note_writes(const CalledOp& called, OpFields& op, const Written& written, bool makes_outputs) {
     const py::object first = written[0];
     const bool is_repeatable = op.recordable && !called.updates_statistics && written.size() == 1;
     if (is_repeatable && !storage_of(first).pinned && PyList_GET_SIZE(chain_of(first)) < longest_chain_) {
       check(PyList_Append(chain_of(first), record_in_place(op, first, called.facts.resizes_out != 0).ptr()));
-      return begin_version(first);
+      ++storage_of(first).version;
+      return;
     }
-    for (auto storage : written) {
-      begin_version(storage);
+    for (const auto& storage : written) {
+      ++storage_of(storage).version;
       if (!storage_of(storage).pinned) {
         pin.call(sources_, storage);
       }
@@ -813,10 +815,6 @@ class Records final : public OpRecords {
     if (!called.updates_statistics && makes_outputs) {
       op.recordable = false;
     }
-  }
-
-  void begin_version(py::handle storage) {
-    ++storage_of(storage).version;
   }
 
   // Records an op that writes the next version of a storage.
@@ -856,7 +854,7 @@ class Records final : public OpRecords {
   }
 
   // Logs an op for the plans of repeated steps.
-  void log_op(const py::object& log, const OpFields& op, const py::object& operator_, const py::list& written) {
+  void log_op(const py::object& log, const OpFields& op, const OperatorFacts& facts, const Written& written) {
     const auto step = step_number.of(follower_);
     Numbers read, made, changed;
     for (const auto& input : op.reads) {
@@ -865,7 +863,7 @@ class Records final : public OpRecords {
     for (const auto& [position, reference] : op.made) {
       made.add(number_of(steal(PyObject_CallNoArgs(reference.ptr())), log, step));
     }
-    for (auto storage : written) {
+    for (const auto& storage : written) {
       changed.add(number_of(storage, log, step));
     }
     auto shapes = number(op.known->number);
@@ -876,19 +874,19 @@ class Records final : public OpRecords {
       }
       shapes = py::tuple(made_bytes);
     }
-    add_to_log(log, operator_, read.to_tuple(), made.to_tuple(), changed.to_tuple(), steal(PyFloat_FromDouble(op.seconds)), boolean(op.recordable),
+    add_to_log(log, facts, read.to_tuple(), made.to_tuple(), changed.to_tuple(), steal(PyFloat_FromDouble(op.seconds)), boolean(op.recordable),
                number(op.known->workspace_bytes), op.module, shapes);
   }
 
-  void add_to_log(const py::object& log, const py::object& operator_, const py::object& read, const py::object& made,
+  void add_to_log(const py::object& log, const OperatorFacts& facts, const py::object& read, const py::object& made,
                   const py::object& changed, const py::object& seconds, const py::object& recordable,
                   const py::object& workspace_bytes, const py::object& module, const py::object& shapes) {
     const auto node = torch::autograd::get_current_node();
     const auto logged = new_tuple<11>(
         logged_type_,
-        {function.of(operator_), read, made, changed, seconds, recordable, random.of(operator_), boolean(node != nullptr),
+        {function.of(reinterpret_cast<PyObject*>(facts.python)), read, made, changed, seconds, recordable, boolean(facts.random != 0), boolean(node != nullptr),
          number(node == nullptr ? -1 : static_cast<int64_t>(node->sequence_nr())), workspace_bytes, module});
-    const auto identity = steal(PyLong_FromVoidPtr(operator_.ptr()));
+    const auto identity = number(facts.python);
     const auto structure = add_after(structures.of(log), [&](const py::object& last) {
       return number(py::hash(py::make_tuple(last, identity, read, made, changed)));
     });
@@ -929,13 +927,13 @@ class Records final : public OpRecords {
 
   const Name begin_saving{"begin_saving"}, begin_step_of{"begin_step"},
       bound_bytes{"bound_bytes"}, chains{"chains"}, check_memory{"check_memory"}, check_plan{"check_plan"},
-      copy_before_writes_{"copy_before_writes"}, draws{"draws"}, end{"end"}, estimate{"estimate"},
+      copy_before_writes_{"copy_before_writes"}, end{"end"}, estimate{"estimate"},
       evict_after{"evict_after"}, evict_one{"evict_one"}, evicted_in_log{"evicted"}, find_block{"find_block"}, find_made{"find_made"},
       following{"_following"}, has_plans{"has_plans"}, forget{"forget"}, function{"function"}, is_closed{"is_closed"},
       learn_sizes_of{"learn_sizes"}, log_{"log"}, made_bytes_{"made_bytes"},
       module_number{"module"}, note{"note"}, only_saved_in_log{"only_saved"}, ops{"ops"},
-      pin_if_lost{"pin_if_lost"}, pin{"pin"}, raise_overwritten{"raise_overwritten"}, random{"random"},
-      recover_{"recover"}, released_in_log{"released"}, repeatable{"repeatable"},
+      pin_if_lost{"pin_if_lost"}, pin{"pin"}, raise_overwritten{"raise_overwritten"},
+      recover_{"recover"}, released_in_log{"released"},
       sizes_bytes{"sizes_bytes"}, start{"start"}, step_number{"number"}, stop{"stop"}, storages{"_storages"},
       structures{"structures"}, unpacked_in_log{"unpacked"};
 

@@ -50,6 +50,7 @@ struct OperatorFacts {
   int64_t statistics = -1, training = -1;
   int64_t replay = 0; // after an update of statistics: itself with None for them, or its overload `no_stats` without them
   int64_t mutated = 0; // a bit for each argument
+  int64_t draws = 0, random = 0, repeatable = 0;
 
   bool updates_statistics(c10::ArrayRef<c10::IValue> arguments) const {
     return statistics >= 0 && (training < 0 || arguments[static_cast<size_t>(training)].toBool());

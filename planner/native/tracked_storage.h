@@ -12,6 +12,8 @@
 #include <vector>
 
 struct TrackedStorage;
+struct Watch;
+using Watches = std::vector<std::pair<c10::StorageImpl*, Watch*>>; // with their memory, whose count is read without the watch
 
 // Notes when memory is freed. PyTorch's weak references tell that if they are asked. A Python object for each storage would tell it
 // by itself, but counts as a user: then autograd adds up gradients in new memory, which takes longer, and other memory.
@@ -19,7 +21,7 @@ struct Watch {
   c10::weak_intrusive_ptr<c10::StorageImpl> memory;
   TrackedStorage* storage; // null if it was dropped before its memory
   int64_t size_bytes, extra_bytes; // `extra_bytes`: what plain eager PyTorch does not have of it
-  std::vector<Watch*>* asked = nullptr; // the list of those that are asked, and its place there; null while the runtime holds it
+  Watches* asked = nullptr; // the list of those that are asked, and its place there; null while the runtime holds it
   size_t place = 0;
 };
 

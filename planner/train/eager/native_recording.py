@@ -90,6 +90,9 @@ def _fill_facts(recorder: Recorder, name: bytes, overload: bytes, facts: Any) ->
         -1 if operator.training is None else operator.training,
         operator.replay,
         sum(1 << position for position in operator.mutated),
+        operator.draws,
+        operator.random,
+        operator.repeatable,
     )
     for i, value in enumerate(values):
         facts[i] = value

@@ -50,8 +50,10 @@ class Kind(IntEnum):
 # Functions, by the names of the operators that ``passes.cpp`` has in their place.
 _OWN: dict[object, str] = {copy_with_strides: "copy_with_strides", draw_dropout: "draw_dropout"}
 
-# Operators that return a copy where the layout of their argument has no such view.
 _aten = torch.ops.aten
+_UNSAFE = {_aten.unsafe_split, _aten.unsafe_split_with_sizes, _aten.unsafe_chunk}  # views, although their schemas do not say so
+
+# Operators that return a copy where the layout of their argument has no such view.
 _MAY_COPY = {_aten.reshape, _aten.reshape_as, _aten.flatten, _aten.ravel, _aten.contiguous, _aten.to, _aten.type_as}
 
 # How an op draws, as ``passes.cpp`` numbers it, and the number of arguments before the op.
@@ -370,6 +372,8 @@ def _may_copy(node: fx.Node) -> bool:
 
 def _is_view(op: OpOverload) -> bool:
     """Return True if all outputs of an operator may alias its first argument, and it writes nothing."""
+    if op.overloadpacket in _UNSAFE:
+        return True
     return not op._schema.is_mutable and all(returned.alias_info is not None for returned in op._schema.returns)
 
 

@@ -136,8 +136,8 @@ enum Draw : int64_t {
 
 using Numbers = c10::SmallVector<int64_t, 5>;
 
-// A view that an operator made of a tensor, or a list of them. An equal tensor gets equal views without the operator, which takes ten
-// times as long: a pass makes more views than anything else.
+// A view that an operator made of a tensor, or a list of them. An equal tensor gets equal views without the operator, which takes
+// ten times as long: a pass makes more views than anything else.
 struct View {
   struct Part {
     Numbers sizes, strides;
@@ -673,7 +673,7 @@ bool makes_view(const Instruction& instruction) {
   if (schema.is_mutable() || instruction.counts_versions || schema.returns().size() != 1 || instruction.results[0] < 0) {
     return false;
   }
-  const bool is_view = schema.returns()[0].alias_info() != nullptr;
+  const bool is_view = schema.returns()[0].alias_info() != nullptr || schema.name().starts_with("aten::unsafe_"); // of an RNN
   const auto is_constant = [](const Argument& argument) { return argument.form == kConstant; };
   return is_view && arguments[0].form == kRegister && std::all_of(arguments.begin() + 1, arguments.end(), is_constant);
 }

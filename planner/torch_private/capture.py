@@ -521,8 +521,14 @@ def build_guards_for_plan() -> Iterator[None]:
 
 
 def get_source_name(source: Any) -> str:
-    """Return the name of a value as Dynamo writes it; torch 2.11 has a method for it."""
-    return str(source.name if isinstance(source.name, str) else source.name())
+    """Return the name of a value as Dynamo writes it; "" for one without a name, as the stack of modes.
+
+    Torch 2.11 has a method for it.
+    """
+    try:
+        return "" if source is None else str(source.name if isinstance(source.name, str) else source.name())
+    except NotImplementedError:
+        return ""
 
 
 def get_other_name(guard: Any) -> str | None:

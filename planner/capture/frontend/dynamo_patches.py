@@ -325,7 +325,7 @@ def write_replaced_buffers(translator: Any, output: Any) -> None:
 
 def _iterate_replaced_buffers(table: Any) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
     """Yield the items of a module's table of buffers, the key of a tensor that replaces another of its layout, and the other."""
-    if table.source is None or not private.get_source_name(table.source).endswith("._buffers"):
+    if not private.get_source_name(table.source).endswith("._buffers"):
         return
     before = {private.get_constant_key(key): value for key, value in table.original_items.items()}
     for key, value in table.items.items():

@@ -250,9 +250,7 @@ def list_effects(effects: SideEffects) -> list[Effect]:
     """Return the changes of values that existed before the captured code ran."""
     found = []
     for variable in effects._get_modified_vars():
-        try:
-            owner = get_source_name(variable.source)
-        except (AttributeError, NotImplementedError):
+        if not (owner := get_source_name(variable.source)):
             continue  # made by the step itself
         frames = [frame for stack in effects.mutation_user_stacks.get(variable, ())[-1:] for frame in stack]
         own = [frame for frame in frames if not is_our_code(frame.filename)]  # attributes are set in nn.Module

@@ -430,10 +430,7 @@ class RecordingBranch:
 
 def get_known_name(source: Any) -> str | None:
     """Return the name of the place that a variable comes from, as Dynamo writes it; None if it has none that lasts."""
-    try:
-        name = "" if source is None else get_source_name(source)
-    except NotImplementedError:
-        return None
+    name = get_source_name(source)
     return name if re.match(r"(\w+\()*(L\['self'\]|G\[)", name) else None  # dict(type(L['self']).__dict__)['forward'].__closure__
 
 

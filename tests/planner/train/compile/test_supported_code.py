@@ -15,6 +15,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import distributions, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributions import kl
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import planner
@@ -554,6 +555,22 @@ def scale_by_kind(model: Any, x: torch.Tensor) -> torch.Tensor:
 def test_items_are_grouped_by_a_key_that_is_given_by_place() -> None:
     kinds = torch.tensor([0, 0, 1, 2] * 24)
     check_trains_as_eager(lambda: Between(scale_by_kind, middle=nn.Linear(32, 32), kinds=kinds), F.mse_loss, batch_of)
+
+
+class AsIs(TorchFunctionMode):
+    """Calls each function as it is, as the mode in which Transformers builds the masks of several kinds of tokens."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def square_in_a_mode(_: Any, x: torch.Tensor) -> torch.Tensor:
+    with AsIs():
+        return x.square()
+
+
+def test_a_mode_is_entered_in_the_step() -> None:
+    check_trains_as_eager(lambda: Between(square_in_a_mode), F.mse_loss, batch_of)
 
 
 def keep_elsewhere(model: Any, x: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     compiled = private.refuse_double_backward(compiled, _DOUBLE_BACKWARD)
     if not planned:
         return budget.count(unplanned_graph, compiled)
-    reads = [len(node.users) for node in module.graph.find_nodes(op="placeholder")]
+    reads = [_count_reads(node) for node in module.graph.find_nodes(op="placeholder")]
     return _drop_missing_gradients(compiled, planned, budget, reads)
 
 
@@ -191,6 +191,15 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         keep_inference_input_mutations=True,
     )
     return _drop_missing_gradients(compiler(module, inputs), planned, budget, ())
+
+
+def _count_reads(node: fx.Node) -> int:
+    """Return how many gradients autograd adds up for a value: ops that return the value itself, as ``x.float()``, get none."""
+    value, count = node.meta.get("example_value"), 0
+    for user in node.users:
+        is_same = value is not None and user.meta.get("example_value") is value
+        count += _count_reads(user) if is_same else pytree.tree_leaves((user.args, user.kwargs)).count(node)
+    return count
 
 
 def _drop_missing_gradients(

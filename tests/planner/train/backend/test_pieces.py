@@ -403,7 +403,7 @@ class Looping(nn.Module):
         return x
 
 
-def train_loop(called: Callable[..., Any], model: Looping) -> list[Tensor | None]:
+def train_loop(called: Callable[..., Any], model: nn.Module) -> list[Tensor | None]:
     for step in range(3):
         called(torch.full((SIZE, SIZE), 0.1 * step)).square().sum().backward()
     return [parameter.grad for parameter in model.parameters()]
@@ -419,6 +419,33 @@ def test_a_loop_that_the_data_ends_is_planned_in_pieces(graphs: list[PlannedGrap
 
 def test_gradients_that_are_added_up_in_another_order_are_said() -> None:
     model = Looping(again=2)
+    with pytest.warns(UserWarning, match="used several times in a graph and by other graphs too: its gradients are added up"):
+        train_loop(compiled(model), model)
+
+
+class Residual(nn.Module):
+    """Adds its input to what it computes of it by `combine`, after a graph break."""
+
+    def __init__(self, combine: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.combine = nn.Linear(SIZE, SIZE), combine
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        combined = self.combine(hidden)
+        torch._dynamo.graph_break()
+        return combined + hidden
+
+
+def normalize(x: Tensor) -> Tensor:
+    read = x.to(torch.float32)  # the tensor itself, read twice
+    return read * torch.rsqrt(read.square().mean(-1, keepdim=True) + 1)
+
+
+@pytest.mark.parametrize("combine", [normalize, lambda x: x * x], ids=["as the tensor itself", "in one op"])
+def test_each_read_of_an_activation_counts(combine: Callable[[Tensor], Tensor]) -> None:
+    model = Residual(combine)
     with pytest.warns(UserWarning, match="used several times in a graph and by other graphs too: its gradients are added up"):
         train_loop(compiled(model), model)
 

@@ -22,10 +22,19 @@ from planner.capture.rewrites.reproducible_random import find_function_with_gene
 
 
 class References:
-    """A converter of nodes to calls."""
+    """A converter of nodes to calls.
 
-    def __init__(self, values: Mapping[fx.Node, Argument] = MappingProxyType({})) -> None:
-        self.values = dict(values)
+    Args:
+        values: the value of each visited node.
+        layouts: strides of inputs, by node that should read them so, beside those that are recorded.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[fx.Node, Argument] = MappingProxyType({}),
+        layouts: Mapping[fx.Node, Mapping[fx.Node, Sequence[int]]] = MappingProxyType({}),
+    ) -> None:
+        self.values, self._layouts = dict(values), layouts
 
     def view(self, node: fx.Node) -> Argument:
         """Return the call that makes a view, or the base if the view is the same."""
@@ -40,7 +49,7 @@ class References:
         """Return the call of `node`."""
         # An ignored input may be freed when the op is executed; only static ones cannot.
         gone = {arg for arg in find_ignored_inputs(node) if arg.op != "placeholder"}
-        strides = read_strides(node)
+        strides = {**read_strides(node), **self._layouts.get(node, {})}
         args = [None if isinstance(arg, fx.Node) and arg in gone else self._build_value(arg, strides) for arg in node.args]
         kwargs = {key: self._build_value(value, strides) for key, value in node.kwargs.items()}
         target = get_callable(node.target)

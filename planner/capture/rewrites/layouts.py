@@ -8,7 +8,7 @@ Only ops that may round are given the layout; elementwise ops of one rounding (`
 weakness: the copy with gaps is made again for each reader, and costs time and memory beyond eager PyTorch's.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.rewrites.outputs import list_tensors
+from planner.capture.rewrites.outputs import is_same_layout, list_tensors
 from planner.torch_private.core import (
     PROXY_MODE,
     FakeTensorMode,
@@ -62,6 +62,13 @@ _EXACT = {
     aten.native_layer_norm_backward,
 }
 
+# Their results are not laid out as the gradient is, whatever fake tensors say.
+_KEEPING_LAYOUT = {
+    aten.native_layer_norm,
+    aten.native_layer_norm_backward,
+    aten.native_batch_norm_backward,
+    aten.batch_norm_backward,
+}
 
 # In-place ops whose results do not depend on earlier values.
 _FILLING = {
@@ -106,36 +113,52 @@ def _record(op: OpOverload, written: FunctionalTensor) -> None:
         node.meta[_WRITER] = op
 
 
-def record_eager_layouts(graph: fx.Graph, given: Mapping[fx.Node, Sequence[int]] = MappingProxyType({})) -> None:
-    """Record at each op of `graph` which inputs have another layout in eager PyTorch, if its result may depend on it.
+def record_eager_layouts(graph: fx.Graph) -> None:
+    """Record at each op of `graph` which inputs have another layout in eager PyTorch, if its result may depend on it."""
+    for node, strides in find_eager_layouts(graph).items():
+        node.meta[_READ] = strides
+
+
+def find_eager_layouts(
+    graph: fx.Graph, given: Mapping[fx.Node, Sequence[int] | None] = MappingProxyType({})
+) -> dict[fx.Node, dict[fx.Node, Sequence[int]]]:
+    """Return the strides of inputs that have another layout in eager PyTorch, by op whose result may depend on it.
 
     Args:
-        given: the strides that inputs of the graph have there, where others were assumed.
+        given: the strides that inputs of the graph have there; None for zeros that are not there. A sum with an expanded tensor
+            has the layout of the other, so that what is computed of such zeros counts as expanded.
     """
-    eager: dict[fx.Node, Any] = {}
-    for node, strides in given.items():
-        with _get_fake_mode(node.meta["val"]):
-            eager[node] = allocate_with_strides(node.meta["val"], strides)
+    found: dict[fx.Node, dict[fx.Node, Sequence[int]]] = {}
+    missing = {node for node, strides in given.items() if strides is None}
+    reached = given.keys() - missing
+    eager = {node: value for node, s in given.items() if not is_same_layout(value := _lay_out(node, s), node.meta["val"])}
     nodes: Iterable[fx.Node] = graph.nodes
     for node in nodes:
+        if not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+        elif not missing.isdisjoint(node.all_input_nodes):
+            missing.add(node)
+            eager[node] = _lay_out(node, None)
+            continue
         differing = {arg: eager[arg] for arg in node.all_input_nodes if arg in eager}
         if node.op != "call_function" or not (differing or _WRITTEN in node.meta):
             continue
         if isinstance(node.target, OpOverload) and not node.target.is_view and not _is_exact(node):
-            values = {arg: value for arg, value in differing.items() if isinstance(value, torch.Tensor)}
-            read = {
+            found[node] = {
                 arg: value.stride()
-                for arg, value in values.items()
-                if _is_writable(value)
+                for arg, value in differing.items()
+                if isinstance(value, torch.Tensor)
+                and arg not in missing
+                and _is_writable(value)
                 and not (_is_pointwise(node) and _has_same_rows(value, arg.meta["val"]))
-                # The next gradient may not be expanded, and a copy would lose its values.
-                and not (given and _is_expanded(value))
             }
-            node.meta[_READ] = {**read_strides(node), **read}
+        if _is_of(node, _KEEPING_LAYOUT):
+            continue
         # The layout of a result follows from those of its inputs, so it is carried on to the next reader.
         value = _compute_eager_value(node, differing)
         if _list_strides(value) != _list_strides(node.meta["val"]):
             eager[node] = value
+    return found
 
 
 def read_strides(node: fx.Node) -> Mapping[fx.Node, Sequence[int]]:
@@ -166,8 +189,23 @@ def copy_with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tens
     return allocate_with_strides(value, strides).copy_(value).expand(whole)
 
 
+def _lay_out(node: fx.Node, strides: Sequence[int] | None) -> Any:
+    """Return the value of `node` with `strides`; None for expanded tensors."""
+    value = node.meta.get("val")
+    if value is None:
+        return None
+    with _get_fake_mode(value):
+        return pytree.tree_map_only(
+            torch.Tensor, lambda t: allocate_with_strides(t, (0,) * t.dim() if strides is None else strides), value
+        )
+
+
+def _is_of(node: fx.Node, packets: Container[Any]) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.overloadpacket in packets
+
+
 def _is_exact(node: fx.Node) -> bool:
-    return node.target.overloadpacket in _EXACT and "alpha" not in node.kwargs  # type: ignore[union-attr]
+    return _is_of(node, _EXACT) and "alpha" not in node.kwargs
 
 
 def _is_pointwise(node: fx.Node) -> bool:
@@ -196,10 +234,6 @@ def _get_fake_mode(value: Any) -> FakeTensorMode:
     mode = detect_fake_mode(pytree.tree_leaves(value))
     assert mode is not None
     return mode
-
-
-def _is_expanded(value: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
 def _list_strides(value: Any) -> list[tuple[int, ...]]:

@@ -16,7 +16,7 @@ from planner.capture.lowering.references import References
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.options.traced import add_traced
 from planner.capture.rewrites.dropout import replace_dropout
-from planner.capture.rewrites.layouts import read_strides, record_eager_layouts
+from planner.capture.rewrites.layouts import find_eager_layouts, read_strides, record_eager_layouts
 from planner.capture.rewrites.outputs import check_layouts, get_fake, get_storage, list_outputs, list_tensors, unwrap_checks
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.rewrites.sparse_products import is_sparse
@@ -93,22 +93,22 @@ def rewrite_as_eager(graph: fx.Graph) -> None:
     replace_dropout(graph)
 
 
-def lay_out_tangents(graph: fx.Graph, captured: Capture, strides: Mapping[fx.Node, Sequence[int]]) -> Capture:
+def lay_out_tangents(graph: fx.Graph, captured: Capture, strides: Mapping[fx.Node, Sequence[int] | None]) -> Capture:
     """Return `captured`, of a joint graph, with ops that read gradients as eager PyTorch lays them out.
 
     AOTAutograd copies each gradient of a result to the layout of the result. The copies back count as memory of the ops.
 
     Args:
-        strides: those that the gradients of results come with, by input of `graph`.
+        strides: those that the gradients of results come with, by input of `graph`; None where the loss does not read the result.
     """
-    before = {node: read_strides(node) for node in graph.nodes}
-    record_eager_layouts(graph, strides)
-    references = References(captured.values)
+    layouts = find_eager_layouts(graph, strides)
+    references = References(captured.values, layouts)
     ops, calls = list(captured.graph.ops), list(captured.program.calls)
     for i, (node, known) in enumerate(zip(captured.nodes, captured.program.calls, strict=False)):
-        if node is None or read_strides(node) == before.get(node, {}) or known.fakes or known.over:
+        recorded = {} if node is None else read_strides(node)
+        if node is None or {**recorded, **layouts.get(node, {})} == recorded or known.fakes or known.over:
             continue
-        laid_out = {get_fake(arg): strides for arg, strides in read_strides(node).items() if arg not in before[node]}
+        laid_out = {get_fake(arg): strides for arg, strides in layouts[node].items() if recorded.get(arg) != strides}
         # Where kernels need contiguous memory they copy such inputs, too.
         elements = (
             (t, t.numel() + 1 + sum((n - 1) * stride for n, stride in zip(t.shape, strides, strict=True)))
@@ -117,6 +117,8 @@ def lay_out_tangents(graph: fx.Graph, captured: Capture, strides: Mapping[fx.Nod
         copied_bytes = sum(n * t.element_size() for t, n in elements)
         calls[i] = replace(known, statements=(replace(known.statements[0], value=references.call(node)),))
         ops[i] = replace(ops[i], workspace_bytes=ops[i].workspace_bytes + copied_bytes)
+    if ops == list(captured.graph.ops):
+        return captured
     return replace(
         captured,
         graph=replace(captured.graph, ops=tuple(ops)),

@@ -27,7 +27,8 @@ from graphs.simulate import simulate
 from graphs.units import UNLIMITED_BYTES
 from planner.capture.frontend.source_lines import find_traced_line, format_location
 from planner.capture.lowering.lower import Capture
-from planner.capture.rewrites.outputs import get_fake, get_storage, is_same_layout, list_outputs, list_tensors
+from planner.capture.program.program import Program
+from planner.capture.rewrites.outputs import get_fake, get_storage, list_outputs, list_tensors
 from planner.runtime.arena import Arena
 from planner.runtime.changed_inputs import ChangedInputs, Input, keep_copies
 from planner.runtime.code import compile_schedule
@@ -63,6 +64,10 @@ class Passes:
     changed_inputs: ChangedInputs
 
 
+_Strides = tuple[tuple[int, ...] | None, ...]
+_MOST_LAYOUTS = 8  # others are read as AOTAutograd gives them, such as parts of a tensor that grows from step to step
+
+
 class PlannedGraph:
     """A graph of a compiled model.
 
@@ -75,7 +80,7 @@ class PlannedGraph:
         outline: of the graph that Dynamo has captured; None with Inductor's kernels.
         input_names: names of its inputs in the user's code, by tensor.
         check_writes: True to detect writes to inputs that autograd does not see.
-        laid_out: its capture with gradients as eager PyTorch lays them out, to be planned again; or None.
+        laid_out: its capture with room for gradients as eager PyTorch lays them out, to be planned again; or None.
         room_bytes: what the first plan may take.
         lean: a schedule that keeps little memory between the passes; None until one is computed.
         arena: the arena of the passes of all graphs of a step; None for PyTorch's allocator.
@@ -107,8 +112,9 @@ class PlannedGraph:
         self.without_gradient = _find_without_gradient(module.graph)
         self._leading = _find_leading_outputs(module.graph, outputs)
         self._results = _find_results(self._incoming, module.graph, outputs)
-        self._strides: list[Any] = []  # of the gradients of results, in the last backward pass
-        self._laid_out: dict[fx.Node, tuple[int, ...]] = {}  # their strides, as the plan knows them
+        self._strides: _Strides | None = None  # of the gradients of results in the present backward pass
+        self._layouts: dict[_Strides, Capture] = {}  # by the strides that were seen
+        self._laid_out: dict[_Strides, Passes] = {}  # of the last plan
         self.laid_out: Capture | None = None
         self._plain = captured  # where gradients are laid out as the results are
         self.room_bytes = 0
@@ -141,12 +147,12 @@ class PlannedGraph:
                 for t in found
             ]
 
-    def build_passes(self, schedule: Schedule) -> Passes:
+    def build_passes(self, schedule: Schedule, program: Program) -> Passes:
         """Return the two passes of `schedule`, whose saved tensors fill `slots`; slots of tensors that are not saved hold None.
 
         The forward pass returns values unknown to AOTAutograd separately.
         """
-        graph, program = self.captured.graph, self.captured.program
+        graph = self.captured.graph
         code = compile_schedule(graph, program, schedule, self._devices, static_given_up=True)
         # With copies, the forward pass also returns the tensors that a failed backward pass needs to be undone.
         compiled = any(calls.launches for calls in program.calls)
@@ -222,7 +228,8 @@ class PlannedGraph:
         if find_overwritten_saved(self.captured.graph, schedule):
             self._writing_over.add(len(self._passes))
         # Passes of earlier plans stay: a backward pass may follow the plan of a forward pass that has run.
-        self._passes.append(self.build_passes(schedule))
+        self._passes.append(self.build_passes(schedule, self.captured.program))
+        self._laid_out.clear()
         self._schedule, self.room_bytes = schedule, 0
         if self.arena is not None:
             self.arena.forget()
@@ -288,7 +295,7 @@ class PlannedGraph:
         args += handed_over
         del plan, handed_over  # frees tensors on the host, unless the backward pass may run again
         with ErrorReport(self._describe_memory(number), "backward"):
-            return self._passes[number].backward(args)
+            return self._choose_passes(number).backward(args)
 
     @property
     def changed(self) -> frozenset[int]:
@@ -314,40 +321,41 @@ class PlannedGraph:
         self.captured = self._plain if self.captured is plain else keep_copies(self.captured, self.changed)
 
     def read_laid_out(self) -> None:
-        """Let the next plans read gradients as they lie in eager PyTorch."""
+        """Let the next plans have room for gradients as they lie in eager PyTorch."""
         self.captured, self.laid_out = self.laid_out or self.captured, None
 
     def read_as_results(self) -> bool:
-        """Let the next plans read gradients in the layouts of the results; False if they do."""
+        """Let the next plans have room for gradients in the layouts of the results only; False if they do."""
         plans_change, self.captured = self.captured is not self._plain, self._plain
         return plans_change
 
     def follow_layouts(self, incoming: Sequence[object]) -> None:
-        """Let ops read gradients as they lie in eager PyTorch; `incoming` are those of the results in the next backward pass.
+        """Let the next backward pass read gradients as they lie in eager PyTorch, if its plan has room for copies.
 
-        That pass does so too if its plan then fits; otherwise ``laid_out`` is set.
+        Otherwise ``laid_out`` is set. `incoming` are the gradients of the results; None where the loss does not read one.
         """
-        strides = [value.stride() if isinstance(value, torch.Tensor) else None for value in incoming]
-        if strides == self._strides or len(incoming) != self.outputs:
+        self._strides = strides = tuple(value.stride() if isinstance(value, torch.Tensor) else None for value in incoming)
+        if strides in self._layouts or len(self._layouts) == _MOST_LAYOUTS or len(incoming) != self.outputs:
             return
-        self._strides = strides
-        given = {node: incoming[i] for node, i in self._results.items() if node not in self._laid_out}
-        new = {node: value for node, value in given.items() if isinstance(value, torch.Tensor)}
-        self._laid_out |= {node: value.stride() for node, value in new.items()}
-        known, graph = self.laid_out or self.captured, self.captured.graph
-        other = {node: value.stride() for node, value in new.items() if not is_same_layout(value, get_fake(node))}
-        # AOTAutograd adds zeros where the loss does not read a result: a sum with an expanded tensor has the other's layout.
-        other |= {node: (0,) * get_fake(node).dim() for node, value in given.items() if value is None}
-        captured = lay_out_tangents(self._module.graph, known, other) if other and known.values else known
+        given = {node: strides[i] for node, i in self._results.items()}
+        plain, known, graph = self._plain, self.laid_out or self.captured, self.captured.graph
+        layout = lay_out_tangents(self._module.graph, plain, given) if plain.values else plain
+        self._layouts[strides] = layout
+        most_bytes = [max(a.workspace_bytes, b.workspace_bytes) for a, b in zip(known.graph.ops, layout.graph.ops, strict=True)]
+        ops = (replace(op, workspace_bytes=n) for op, n in zip(known.graph.ops, most_bytes, strict=True))
+        captured = replace(known, graph=replace(known.graph, ops=tuple(ops)))
         if captured.graph == known.graph:
             return
-        most = max(self.room_bytes, simulate(graph, self._schedule).peak_bytes)
-        if self.arena is None and simulate(captured.graph, self._schedule).peak_bytes <= most:
+        room_bytes = max(self.room_bytes, simulate(graph, self._schedule).peak_bytes)
+        if self.arena is None and simulate(captured.graph, self._schedule).peak_bytes <= room_bytes:
             self.captured = captured
-            self._passes[-1] = replace(self.build_passes(self._schedule), changed_inputs=self._passes[-1].changed_inputs)
             return
         self.laid_out = captured
-        results = [list_outputs(self._module.graph)[self._results[node]][0] for node in other]
+        self._warn_of_layouts(node for node, given in given.items() if given not in (None, get_fake(node).stride()))
+
+    def _warn_of_layouts(self, tangents: Iterable[fx.Node]) -> None:
+        """Warn that this step cannot read the gradients `tangents` as they lie."""
+        results = [list_outputs(self._module.graph)[self._results[node]][0] for node in tangents]
         lines = {
             format_location(find_traced_line(result.meta.get("stack_trace"))) for result in results if isinstance(result, fx.Node)
         }
@@ -356,6 +364,19 @@ class PlannedGraph:
             "than the result: gradients of this step that are sums over it may differ from eager PyTorch's in the last bit. The "
             "next steps are planned for its layout"
         )
+
+    def _choose_passes(self, number: int) -> Passes:
+        """Return the passes of the plan `number`, which read gradients as they now lie if that plan is the last and has room."""
+        strides, self._strides = self._strides, None
+        layout = None if strides is None else self._layouts.get(strides)
+        if strides is None or layout is None or number != len(self._passes) - 1:
+            return self._passes[number]
+        if strides not in self._laid_out:
+            pairs = zip(layout.graph.ops, self.captured.graph.ops, strict=True)
+            is_plain = layout.program is self.captured.program or any(a.workspace_bytes > b.workspace_bytes for a, b in pairs)
+            passes = self._passes[-1] if is_plain else self.build_passes(self._schedule, layout.program)
+            self._laid_out[strides] = passes
+        return self._laid_out[strides]
 
     def _save_inputs(self, number: int, slots: list[Any]) -> Sequence[Input]:
         """Replace the inputs in `slots` that are only read to recompute, so that autograd does not mind if they are written."""

@@ -219,13 +219,15 @@ def test_a_result_that_the_loss_does_not_read_does_not_change_the_layout_of_its_
     assert torch.equal(head.bias.grad, twin.bias.grad)
 
 
-def test_a_gradient_that_was_expanded_in_the_first_step_only() -> None:
+def test_gradients_of_results_whose_layouts_change_from_step_to_step() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 6)), torch.randn(4, 50, 16)
+    model, x = nn.Sequential(nn.Linear(16, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 6)), torch.randn(4, 50, 16)
     twin = copy.deepcopy(model)
     planned = planner.checkpoint(model, **QUICK | {"budget": "1MB"})
-    for each in (planned, twin):
-        each(x).sum().backward()
-        each.zero_grad()
-        each(x).square().sum().backward()
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+    weights = torch.randn(6, 50, 4)
+    losses: list[Step] = [torch.mean, lambda y: y.square().sum(), lambda y: (y.transpose(0, 2) * weights).sum(), torch.sum]
+    for compute_loss in (*losses, *losses):
+        for each in (planned, twin):
+            each.zero_grad()
+            compute_loss(each(x)).backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from torch import fx
 from graphs.errors import TraceError
 from planner.capture.frontend.constant_tensors import is_constant, is_of_batch
 from planner.capture.rewrites.batch_norms import capture_batch_norms_as_eager
-from planner.capture.rewrites.layouts import record_written_strides
+from planner.capture.rewrites.layouts import lay_out_as_kernel, record_written_strides
 from planner.capture.rewrites.prod_gradients import capture_products_as_eager
 from planner.torch_private import capture as private
 from planner.torch_private.core import (
@@ -87,7 +87,7 @@ def keep_ops_as_eager() -> Iterator[None]:
         stack.enter_context(keep_random_ops_in_graphs())
         stack.enter_context(keep_autocast_cache())
         stack.enter_context(_exclude_recurrent_layers())
-        stack.enter_context(wrap(FakeTensorMode, "_dispatch_impl", _give_types_of_kernels))
+        stack.enter_context(wrap(FakeTensorMode, "_dispatch_impl", _give_values_of_kernels))
         yield
 
 
@@ -271,8 +271,8 @@ _TYPES_ON_CPU: dict[OpOverload, dict[int, int]] = {
 }
 
 
-def _give_types_of_kernels(dispatch: Any, mode: FakeTensorMode, func: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
-    results = dispatch(mode, func, types, args, kwargs)
+def _give_values_of_kernels(dispatch: Any, mode: FakeTensorMode, func: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
+    results = lay_out_as_kernel(func, args, dispatch(mode, func, types, args, kwargs))
     if func not in _TYPES_ON_CPU:
         return results
     results = list(results)

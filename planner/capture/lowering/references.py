@@ -49,7 +49,7 @@ class References:
         """Return the call of `node`."""
         # An ignored input may be freed when the op is executed; only static ones cannot.
         gone = {arg for arg in find_ignored_inputs(node) if arg.op != "placeholder"}
-        strides = {**read_strides(node), **self._layouts.get(node, {})}
+        strides = self._read_strides(node)
         args = [None if isinstance(arg, fx.Node) and arg in gone else self._build_value(arg, strides) for arg in node.args]
         kwargs = {key: self._build_value(value, strides) for key, value in node.kwargs.items()}
         target = get_callable(node.target)
@@ -64,10 +64,13 @@ class References:
         if not find_ignored_inputs(node):
             return None
         target, args, gone = build_without_statistics(node)
-        call = Call(
-            target, tuple(map(self._build_value, args)), {key: self._build_value(value) for key, value in node.kwargs.items()}
-        )
+        strides = self._read_strides(node)
+        kwargs = {key: self._build_value(value, strides) for key, value in node.kwargs.items()}
+        call = Call(target, tuple(self._build_value(arg, strides) for arg in args), kwargs)
         return Statement(call, tuple((tensor, path) for tensor, path in outputs if path not in gone))
+
+    def _read_strides(self, node: fx.Node) -> Mapping[fx.Node, Sequence[int]]:
+        return {**read_strides(node), **self._layouts.get(node, {})}
 
     def build_with_generator(self, node: fx.Node, generator: torch.Generator) -> Call:
         """Return the call of `node` that draws from a user's generator."""

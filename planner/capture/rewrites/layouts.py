@@ -28,6 +28,7 @@ from planner.torch_private.core import (
     from_functional_tensor,
     get_dispatch_mode,
     pytree,
+    suggest_memory_format,
 )
 from planner.torch_private.patches import wrap
 
@@ -62,12 +63,17 @@ _EXACT = {
     aten.native_layer_norm_backward,
 }
 
-# Their results are not laid out as the gradient is, whatever fake tensors say.
-_KEEPING_LAYOUT = {
-    aten.native_layer_norm,
-    aten.native_layer_norm_backward,
-    aten.native_batch_norm_backward,
-    aten.batch_norm_backward,
+# Ops whose first result is laid out as an input's memory format says, by position of that input. Fake kernels follow its strides,
+# or those of the gradient (ATen/native/Normalization.cpp, group_norm.cpp, layer_norm.cpp).
+_IN_FORMAT_OF: dict[Callable[..., Any], int] = {
+    aten._native_batch_norm_legit.default: 0,
+    aten._native_batch_norm_legit.no_stats: 0,
+    aten._native_batch_norm_legit_functional.default: 0,
+    aten._native_batch_norm_legit_no_training.default: 0,
+    aten.native_batch_norm_backward.default: 1,
+    aten.batch_norm_backward.default: 1,
+    aten.native_group_norm_backward.default: 1,
+    aten.native_layer_norm_backward.default: 1,
 }
 
 # In-place ops whose results do not depend on earlier values.
@@ -113,6 +119,17 @@ def _record(op: OpOverload, written: FunctionalTensor) -> None:
         node.meta[_WRITER] = op
 
 
+def lay_out_as_kernel(op: Callable[..., Any], args: Sequence[Any], results: Any) -> Any:
+    """Return the fake `results` of `op` with the first in the layout that its kernel gives it."""
+    position = _IN_FORMAT_OF.get(op)
+    # Forward kernels for CUDA keep the strides of what they read.
+    if position is None or results[0] is None or (position == 0 and args[0].device.type != "cpu"):
+        return results
+    is_layer_norm = op is aten.native_layer_norm_backward.default
+    memory_format = torch.contiguous_format if is_layer_norm else suggest_memory_format(args[position])
+    return (results[0].contiguous(memory_format=memory_format), *results[1:])
+
+
 def record_eager_layouts(graph: fx.Graph) -> None:
     """Record at each op of `graph` which inputs have another layout in eager PyTorch, if its result may depend on it."""
     for node, strides in find_eager_layouts(graph).items():
@@ -152,8 +169,6 @@ def find_eager_layouts(
                 and _is_writable(value)
                 and not (_is_pointwise(node) and _has_same_rows(value, arg.meta["val"]))
             }
-        if _is_of(node, _KEEPING_LAYOUT):
-            continue
         # The layout of a result follows from those of its inputs, so it is carried on to the next reader.
         value = _compute_eager_value(node, differing)
         if _list_strides(value) != _list_strides(node.meta["val"]):
@@ -227,7 +242,7 @@ def _compute_eager_value(node: fx.Node, eager: Mapping[fx.Node, Any]) -> Any:
     # A gradient that has no such view is copied: the view's own backward pass reshapes.
     target: Any = aten.reshape.default if node.target is aten.view.default else node.target
     with _get_fake_mode(captured), torch.no_grad():
-        return target(*args, **kwargs)
+        return lay_out_as_kernel(target, args, target(*args, **kwargs))
 
 
 def _get_fake_mode(value: Any) -> FakeTensorMode:

@@ -115,7 +115,8 @@ def lay_out_tangents(graph: fx.Graph, captured: Capture, strides: Mapping[fx.Nod
             for t, strides in laid_out.items()
         )
         copied_bytes = sum(n * t.element_size() for t, n in elements)
-        calls[i] = replace(known, statements=(replace(known.statements[0], value=references.call(node)),))
+        again = references.build_again(node, known.outputs) if known.again else None
+        calls[i] = replace(known, statements=(replace(known.statements[0], value=references.call(node)),), again=again)
         ops[i] = replace(ops[i], workspace_bytes=ops[i].workspace_bytes + copied_bytes)
     if ops == list(captured.graph.ops):
         return captured

@@ -138,6 +138,14 @@ def test_hooks_on_saved_tensors_compute_as_in_eager_mode(entry: Entry) -> None:
         assert_exact(model, torch.randn(32, 16), entry)
 
 
+@pytest.mark.parametrize("entry", [compiled, as_backend, *slow(checkpointed)])
+def test_batch_norm_of_a_transposed_tensor(entry: Entry) -> None:
+    torch.manual_seed(0)
+    parts = {"first": nn.Linear(12, 12), "norm": nn.BatchNorm1d(12), "last": nn.Linear(64, 7)}
+    model = FunctionModule(lambda m, x: m.last(m.norm(m.first(x).transpose(1, 2))), **parts).bfloat16()
+    assert_exact(model, torch.randn(8, 64, 12, dtype=torch.bfloat16), entry)
+
+
 class _Heads(nn.Module):
     """Two results of a transposed tensor, whose biases get sums over gradients; `is_broken` in two graphs."""
 
@@ -219,12 +227,19 @@ def test_a_result_that_the_loss_does_not_read_does_not_change_the_layout_of_its_
     assert torch.equal(head.bias.grad, twin.bias.grad)
 
 
-def test_gradients_of_results_whose_layouts_change_from_step_to_step() -> None:
+@pytest.mark.parametrize(
+    ("layers", "shape"),
+    [
+        ([nn.Linear(16, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 6)], (6, 50, 4)),
+        ([nn.Conv1d(50, 6, 1), nn.BatchNorm1d(6)], (16, 6, 4)),
+    ],
+)
+def test_gradients_of_results_whose_layouts_change_from_step_to_step(layers: list[nn.Module], shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(16, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 6)), torch.randn(4, 50, 16)
+    model, x = nn.Sequential(*copy.deepcopy(layers)), torch.randn(4, 50, 16)
     twin = copy.deepcopy(model)
     planned = planner.checkpoint(model, **QUICK | {"budget": "1MB"})
-    weights = torch.randn(6, 50, 4)
+    weights = torch.randn(shape)
     losses: list[Step] = [torch.mean, lambda y: y.square().sum(), lambda y: (y.transpose(0, 2) * weights).sum(), torch.sum]
     for compute_loss in (*losses, *losses):
         for each in (planned, twin):

@@ -165,6 +165,7 @@ def test_gradients_inside_the_model_train_as_in_eager_mode(
     assert all(gradient is not None and torch.equal(gradient, wanted) for gradient, wanted in zip(*trained, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:the gradient of what .* is laid out otherwise")  # an expanded one, of the sum
 @pytest.mark.parametrize("planned", EITHER)
 def test_gradients_of_the_gradients_of_a_planned_model_raise(planned: Callable[[nn.Module, str], Any]) -> None:
     torch._dynamo.reset()

@@ -8,7 +8,7 @@ Only ops that may round are given the layout; elementwise ops of one rounding (`
 weakness: the copy with gaps is made again for each reader, and costs time and memory beyond eager PyTorch's.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from types import MappingProxyType
@@ -215,12 +215,8 @@ def _lay_out(node: fx.Node, strides: Sequence[int] | None) -> Any:
         )
 
 
-def _is_of(node: fx.Node, packets: Container[Any]) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.overloadpacket in packets
-
-
 def _is_exact(node: fx.Node) -> bool:
-    return _is_of(node, _EXACT) and "alpha" not in node.kwargs
+    return node.target.overloadpacket in _EXACT and "alpha" not in node.kwargs  # type: ignore[union-attr]
 
 
 def _is_pointwise(node: fx.Node) -> bool:

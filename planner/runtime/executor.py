@@ -118,11 +118,8 @@ class Executor:
         self.check_writes = self._trains = False
         self.entered_s = self.left_s = 0.0
         self._guards = capture.guards
-        self._step_guards = (
-            None
-            if capture.guards is None
-            else StepGuards(capture.guards, self.training_step, () if self.sharding.description else self.program.sources)
-        )
+        held = () if self.sharding.description else self.program.sources
+        self._step_guards = None if capture.guards is None else StepGuards(capture.guards, self.training_step, held)
         self._conditions = capture.conditions
         self._device_type = device.type
         self._autocast = _describe_autocast(self._device_type)
@@ -132,10 +129,6 @@ class Executor:
         self._untrained = sorted({*range(len(self.program.sources))}.difference(self.trained))
         self.inputs = tuple(source for source in self.program.sources if source.kind is Kind.INPUT and not source.is_tangent)
         self._leaves = [(self._static_order[source.tensor], int(source.name)) for source in self.inputs]
-        self._expected = [
-            (planned.shape, getattr(torch, planned.dtype), self.signature.devices[leaf], self.signature.trained[leaf])
-            for planned, leaf in ((self.graph.tensors[source.tensor], int(source.name)) for source in self.inputs)
-        ]
         self._parameters = [i for i, source in enumerate(self.program.sources) if source.kind is Kind.PARAMETER]
         # Inductor's kernels write without autograd's knowledge, and its backward pass reads their results.
         compiled = any(calls.launches for calls in self.program.calls)
@@ -147,6 +140,15 @@ class Executor:
         self._wrap_in_stages()
         self._divide_inputs(capture.copied, compiled=compiled)
         self._written_over = find_overwritten_saved(self.graph, schedule)
+
+    @cached_property
+    def _expected(self) -> list[tuple[object, ...]]:
+        """What the step needs of its inputs, as ``_describe_leaf``."""
+        planned = ((self.graph.tensors[source.tensor], int(source.name)) for source in self.inputs)
+        return [
+            (tensor.shape, getattr(torch, tensor.dtype), self.signature.devices[leaf], self.signature.trained[leaf])
+            for tensor, leaf in planned
+        ]
 
     @cached_property
     def _plan(self) -> Hashable:

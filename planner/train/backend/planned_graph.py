@@ -110,8 +110,8 @@ class PlannedGraph:
         self.tangents = tuple(static[node.name] for node in self._incoming if node.name in static)
         self.outputs = outputs
         self.without_gradient = _find_without_gradient(module.graph)
-        self._leading = _find_leading_outputs(module.graph, outputs)
         self._results = _find_results(self._incoming, module.graph, outputs)
+        self._leading = _find_leading_outputs(module.graph, outputs, self._results)
         self._strides: _Strides | None = None  # of the gradients of results in the present backward pass
         self._layouts: dict[_Strides, Capture] = {}  # by the strides that were seen
         self._laid_out: dict[_Strides, Passes] = {}  # of the last plan
@@ -469,14 +469,12 @@ def _find_results(incoming: Iterable[fx.Node], joint: fx.Graph, forward_outputs:
     return {node: position[desc.output] for node, desc in descs.items() if desc.output in position}
 
 
-def _find_leading_outputs(joint: fx.Graph, forward_outputs: int) -> list[frozenset[int]]:
+def _find_leading_outputs(joint: fx.Graph, forward_outputs: int, results: Mapping[fx.Node, int]) -> list[frozenset[int]]:
     """Return, for each output of the backward pass, the outputs of the forward pass whose gradients it is computed from."""
-    position = {desc: i for i, (_, desc) in enumerate(list_outputs(joint)[:forward_outputs])}
     leading: dict[object, frozenset[int]] = {}
     for node in joint.nodes:
         if node.op == "placeholder":
-            desc = node.meta["desc"]
-            leading[node] = frozenset({position[desc.output]} if isinstance(desc, private.TangentAOTInput) else ())
+            leading[node] = frozenset({results[node]} if node in results else ())
         else:
             leading[node] = frozenset().union(*(leading[each] for each in node.all_input_nodes))
     return [leading.get(value, frozenset()) for value, _ in list_outputs(joint)[forward_outputs:]]

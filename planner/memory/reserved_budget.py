@@ -85,8 +85,7 @@ def solve_counted(
         first = search.solve(most_bytes, 1.0, {})
     if first.result.schedule is None:
         said = f" Of the {format_bytes(budget_bytes)}, {beside.describe_parts()}." if beside.kept_bytes else ""
-        message = first.result.message + (said if first.result.status is Status.INFEASIBLE else "")
-        return replace(first, result=first.result.map_to(budget_bytes=budget_bytes, message=message))
+        return replace(first, result=first.result.map_to(budget_bytes=budget_bytes, message=first.result.message + said))
     search.bound_s = first.result.bound_s
     excess_bytes = search.learn(most_bytes, first.result)
     if search.best is None and arena is False:
@@ -332,10 +331,10 @@ class _Search:
         known = "" if told else f": the least found is {format_enough(self._least_bytes or 0)}"
         none = f"no schedule was found that reserves at most {format_bytes(self.request.budget_bytes)}{known}. Raise the budget"
         if self.arena:
-            return f"{none} or the time limit"
+            return f"{none} or the time limit."
         expandable = f"memory={self.memory.expandable.value!r}, with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
         segments = "" if self.memory.is_expandable else f"expandable segments ({expandable}), or "
-        return f"{none}, or let it count {segments}only allocated memory (memory={CountedMemory.ALLOCATED.value!r})"
+        return f"{none}, or let it count {segments}only allocated memory (memory={CountedMemory.ALLOCATED.value!r})."
 
     def _get_status(self, result: Result) -> Status:
         return decide_status(result.time_s, self.bound_s, self._get_tolerance(result))

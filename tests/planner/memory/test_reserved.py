@@ -15,7 +15,7 @@ from graphs.reordering import keep_program_order
 from graphs.schedule import keep_everything
 from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from graphs.units import format_enough
+from graphs.units import format_bytes, format_enough
 from planner.memory import reserved_budget
 from planner.memory.least_budget import find_least_budget
 from planner.memory.reserved import EagerMemory, build_training, predict_beside, predict_eager_reserved_bytes
@@ -132,8 +132,10 @@ def test_a_budget_that_no_plan_is_found_for_names_ways_out() -> None:
 
 def test_hints_are_in_reserved_memory() -> None:
     for graph, budget in ((chain(size_bytes=1024), "1MB"), (chain(), 30 * MIB)):
-        least = format_enough(find_least_budget(graph, CountedMemory.RESERVED).found_bytes)
-        with pytest.raises((LimitError, InfeasibleError), match=rf"A schedule is known for {re.escape(least)}\."):
+        least = find_least_budget(graph, CountedMemory.RESERVED)
+        proved = f"The least budget of reserved memory is at least {format_bytes(least.proved_bytes)}."
+        known = f"A schedule is known for {format_enough(least.found_bytes)}."
+        with pytest.raises((LimitError, InfeasibleError), match=rf"\. {re.escape(proved)} {re.escape(known)}"):
             solve(graph, budget, work_limit=2.0)
 
 
@@ -193,8 +195,8 @@ def test_a_solve_that_should_stop_returns_a_plan_that_fits() -> None:
 
 
 def test_a_solve_that_must_stop_does_so_without_a_plan() -> None:
-    with pytest.raises(LimitError, match=r"no schedule within 40\.89 MB was found"):
-        solve(chain(size_bytes=6 * MIB), 39 * MIB, should_stop=lambda: True)
+    with pytest.raises(LimitError, match=r"no schedule within 40\.89 MB was found, .* It took .* \(limit 8 units of work\)\.$"):
+        solve(chain(size_bytes=6 * MIB), 39 * MIB, work_limit=8.0, should_stop=lambda: True)
 
 
 def test_each_solve_is_stopped_by_its_own_gap() -> None:

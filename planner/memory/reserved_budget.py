@@ -36,7 +36,7 @@ _LOCAL_NEXT = 0.2  # of what is left, for each of them
 _LESS = 0.75  # of the excess before: margins that leave more are no way to the budget
 _CLOSE = 0.005  # of the budget: margins that differ by no more are not told apart,
 _CLOSEST = 0.0003  # nor budgets of allocated bytes
-_TIGHTER = 0.1  # of the tolerance: for budgets after the first, whose solves start from a schedule that is close
+_TIGHTER = 0.1  # of the tolerance: for fewer bytes than the budget, whose solves start from a schedule that is close
 
 Run = Callable[[Request], SolvedOrder]  # a solve whose budget counts allocated bytes
 
@@ -94,7 +94,10 @@ def solve_counted(
         asked_bytes = search.choose_next_bytes()
         if asked_bytes is None or search.is_over():
             break
-        search.learn(asked_bytes, search.solve(asked_bytes, _NEXT if search.is_new(asked_bytes) else 1.0, {}).result)
+        solved = search.solve(asked_bytes, _NEXT if search.is_new(asked_bytes) else 1.0, {})
+        search.learn(asked_bytes, solved.result)
+        if asked_bytes == most_bytes:
+            first = search.add_proof(first, solved)
     return replace(first, result=search.end(first.result))
 
 
@@ -165,7 +168,7 @@ class _Search:
                 should_stop=lambda: (self._found and request.is_interrupted()) or self.must_stop(),
                 on_schedule=partial(self._offer_interim, asked_bytes, margins),
                 start=self._start or request.start,
-                tolerance=request.tolerance if self._start is None else Tolerance.of(_TIGHTER * request.tolerance.first),
+                tolerance=request.tolerance if self.bracket.misses is None else Tolerance.of(_TIGHTER * request.tolerance.first),
             )
         )
         result = solved.result
@@ -288,9 +291,18 @@ class _Search:
         bracket = self.bracket
         close_bytes = 1 if self.best is None else _CLOSEST * self.request.budget_bytes
         asked_bytes = bracket.choose_next_bytes(close_bytes, self._arena_excess_bytes if bracket.missed > 1 else 0)
-        if asked_bytes is None and bracket.misses and bracket.fits and self._is_unfinished:
+        if asked_bytes is None and bracket.fits and self._is_unfinished:
             return bracket.fits[0]
         return asked_bytes
+
+    def add_proof(self, first: SolvedOrder, again: SolvedOrder) -> SolvedOrder:
+        """Return the solve for the whole budget that is best, of `first` and one that went on; both proofs hold in one order."""
+        known, found = first.result, again.result
+        same = first.order.original == again.order.original
+        if not same and (found.time_s is None or found.time_s >= (known.time_s or 0.0)):
+            return first
+        self.bound_s = max(result.bound_s or 0.0 for result in ([known, found] if same else [found]))
+        return again
 
     def end(self, first: Result) -> Result:
         """Return the result of all solves, of which `first` was for the whole budget."""

@@ -35,7 +35,7 @@ from solvers.clock import WorkClock
 from solvers.order.solve import SolvedOrder
 from solvers.registry import get_solver
 from solvers.request import Request
-from solvers.result import Reason, Result, Status
+from solvers.result import Ending, Reason, Result, Status
 from tests.support.graphs.small_graphs import of_four_sizes
 
 MIB = 2**20
@@ -296,20 +296,23 @@ def test_plan_text_names_the_counted_memory() -> None:
     assert "budget 90.60 MB reserved, peak" in text and "by PyTorch's default allocator" in text
 
 
-def test_a_first_solve_without_a_schedule_leaves_the_rest_of_the_clock_to_the_same_budget() -> None:
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_first_solve_that_is_not_over_leaves_the_rest_of_the_clock_to_the_same_budget(*, fits: bool) -> None:
     graph = chain()
+    budget_bytes = round(0.8 * predict_eager_reserved_bytes(graph, CountedMemory.RESERVED))
     asked: list[Request] = []
 
     def run(request: Request) -> SolvedOrder:
         asked.append(request)
         if len(asked) > 1:
             return SolvedOrder(get_solver("windows")(request), keep_program_order(graph))
-        while not request.is_stopped():  # its share of the clock is not enough for a schedule
+        while not request.is_stopped():  # its share of the clock is not enough for a schedule, or for its proof
             request.clock.spend(1.0)
-        found = Result(graph, request.budget_bytes, Status.LIMIT, None, graph.time_s, "windows", 1.0, reason=Reason.TIME)
-        return SolvedOrder(found, keep_program_order(graph))
+        least = find_least_budget(graph, CountedMemory.RESERVED).schedule
+        said = {"ended": Ending.LIMIT} if fits else {"reason": Reason.TIME}
+        found = Status.FEASIBLE if fits else Status.LIMIT, least if fits else None, graph.time_s
+        return SolvedOrder(Result(graph, request.budget_bytes, *found, "windows", 1.0, **said), keep_program_order(graph))
 
-    budget_bytes = round(0.8 * predict_eager_reserved_bytes(graph, CountedMemory.RESERVED))
     result = solve_counted(run, Request(graph, budget_bytes, clock=WorkClock(40.0)), CountedMemory.RESERVED).result
     assert asked[0].budget_bytes == asked[1].budget_bytes
-    assert result.schedule is not None and result.bound_s > graph.time_s
+    assert (result.status, result.ended) == (Status.OPTIMAL, None) and result.bound_s > graph.time_s

@@ -199,7 +199,9 @@ class SymbolicNumbers:
     def _create_input(self, builder: Any, value: float) -> Any:
         """Return Dynamo's variable for a number that is an input of its graph."""
         output, source = builder.tx.output, builder.source
-        self._follow_restart(output.shape_env)
+        if output.shape_env is not self._env:
+            self._env = output.shape_env
+            self._forget()
         name = private.get_source_name(source)
         if name not in output.unspec_variable_map:
             builder.install_guards(private.GuardBuilder.TYPE_MATCH)
@@ -235,11 +237,6 @@ class SymbolicNumbers:
         self._sized.add(node)
         self._decided.update((self._copies[arg], self._copies[arg].meta["hint"]) for arg in given)
         return run(*hints)
-
-    def _follow_restart(self, env: ShapeEnv) -> None:
-        if env is not self._env:
-            self._env = env
-            self._forget()
 
     def _note(self, node: fx.Node, copy: fx.Node, value: float) -> Any:
         """Return a new symbol for what `copy` computes, as `node` of Dynamo's graph does; `value` is its present value."""

@@ -222,7 +222,7 @@ class SymbolicNumbers:
         given = [arg for arg in node.all_input_nodes if arg in self._copies]
         if env is not self._env or not given:
             return run(args, kwargs)
-        hints = fx.node.map_aggregate((args, kwargs), _get_hint)
+        hints = fx.node.map_aggregate((args, kwargs), lambda each: each.node.hint if isinstance(each, SYMBOLIC) else each)
         if len(given) == len(node.all_input_nodes) and (compute := _find_python_function(node)) is not None:
             value = compute(*hints[0], **hints[1])
             if isinstance(value, int | float) and math.isfinite(value):
@@ -285,7 +285,3 @@ def _convert_number(value: sympy.Basic) -> float | None:
 
 def _has_symbols(value: torch.Tensor) -> bool:
     return any(isinstance(each, torch.SymInt) for each in (*value.shape, *value.stride(), value.storage_offset()))
-
-
-def _get_hint(value: Any) -> Any:
-    return value.node.hint if isinstance(value, SYMBOLIC) else value

@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from graphs.addresses import find_lifetimes
 from graphs.clocks import find_passages, run_clocks
 from graphs.errors import GraphError, ScheduleError
 from graphs.ir import Graph, Op, Tensor
-from graphs.lifetimes import find_lifetimes
 from graphs.pools import COMPUTE, DEVICE, Pool
 from graphs.schedule import Compute, Free, Schedule, Step, keep_everything, schedule_of
 from graphs.simulate import Simulation, simulate

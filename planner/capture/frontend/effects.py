@@ -186,8 +186,8 @@ def check_effects(
         if effect.is_read(guarded) and not isinstance(effect.value, RemovableHandleVariable):  # a hook is of its step alone
             message = (
                 f"{make_readable(effect.name, local, scope)} changes at every step{effect.where}, and the step reads it: in a "
-                "plan it would stay as it is now. Make it a tensor that is changed in place (a buffer, with add_), pass it with the "
-                "batch as a tensor, or change it outside of what is planned"
+                "plan it would stay as it is now. Make it a tensor that is changed in place (a buffer, with add_), pass it with "
+                "the batch as a tensor, or change it outside of what is planned"
             )
             if effect in counted:
                 raise CountingError(message, frozenset().union(*(each.names & guarded for each in counted)))

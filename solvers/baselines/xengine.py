@@ -75,18 +75,24 @@ _ONCE_SHARE = 0.5  # of the rest, for schedules without recomputation
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleClass:
-    """The class of schedules of a program.
+class XEngineParams:
+    """Parameters of the class of schedules.
 
     Attributes:
-        stay: True if a copy may be handed over to the next stage; published: it is freed with the stage.
-        ahead: True if copies may be made at the beginning of a stage, for later ones.
-        again: True if ops may be recomputed.
+        stay: True if copies may be handed over to the next stage; published: they are freed with the stage. Always for the
+            makespan.
+        again: True if ops may be recomputed, as published; otherwise only their devices are chosen.
     """
 
     stay: bool = False
-    ahead: bool = False
     again: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleClass(XEngineParams):
+    """The class of schedules of a program; with `ahead`, copies may be made at the beginning of a stage, for later ones."""
+
+    ahead: bool = False
 
 
 PUBLISHED = ScheduleClass()
@@ -478,20 +484,6 @@ def measure_program(graph: Graph, budget_bytes: int, *, rule: str = XEngineRule.
         return None
     size = XEngineProgram(placement, budget_bytes).size
     return size if rule == XEngineRule.SERIAL else replace(size, least_s=size.least_s / _SERIAL_SHARE)
-
-
-@dataclass(frozen=True, slots=True)
-class XEngineParams:
-    """Parameters of the class of schedules.
-
-    Attributes:
-        stay: True if copies may be handed over to the next stage; published: they are freed with the stage. Always for the
-            makespan.
-        again: True if ops may be recomputed, as published; otherwise only their devices are chosen.
-    """
-
-    stay: bool = False
-    again: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The memory of a plan over its step, as a matplotlib figure."""
+"""The memory of a plan over its step: as a matplotlib figure, and for notebooks as SVG without scripts, on light and dark."""
 
 from collections.abc import Sequence
 from functools import partial

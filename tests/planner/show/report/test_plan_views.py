@@ -1,4 +1,4 @@
-"""What objects show of themselves: plans in a terminal, a notebook, a figure, a table and a file; the API; a graph on a screen."""
+"""What objects show of themselves: plans in a terminal, a notebook, a figure and a file; the API; a graph on a screen."""
 
 import pickle
 from dataclasses import replace

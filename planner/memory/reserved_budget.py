@@ -296,12 +296,11 @@ class _Search:
         return asked_bytes
 
     def add_proof(self, first: SolvedOrder, again: SolvedOrder) -> SolvedOrder:
-        """Return the solve for the whole budget that is best, of `first` and one that went on; both proofs hold in one order."""
-        known, found = first.result, again.result
+        """Return the solve for the whole budget whose bound holds for the best schedule: `again`, which went on, or `first`."""
         same = first.order.original == again.order.original
-        if not same and (found.time_s is None or found.time_s >= (known.time_s or 0.0)):
+        if not same and (self.best is None or self.best.schedule != again.result.schedule):
             return first
-        self.bound_s = max(result.bound_s or 0.0 for result in ([known, found] if same else [found]))
+        self.bound_s = max(one.result.bound_s or 0.0 for one in ([first, again] if same else [again]))
         return again
 
     def end(self, first: Result) -> Result:

@@ -32,7 +32,6 @@
 #include <algorithm>
 #include <mutex>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 #include <utility>
 
@@ -72,7 +71,12 @@ const auto kProfiler = c10::DebugInfoKind::PROFILER_STATE;
 
 struct KeyHash {
   size_t operator()(const Key& key) const {
-    return std::hash<std::string_view>()({reinterpret_cast<const char*>(key.data()), key.size() * sizeof(int64_t)});
+    uint64_t mixed = key.size();
+    for (const auto number : key) {
+      mixed = (mixed ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15;
+      mixed ^= mixed >> 32;
+    }
+    return mixed;
   }
 };
 

@@ -186,8 +186,8 @@ torch::jit::Stack execute_again(const OpFields& op, c10::ArrayRef<at::Tensor> so
 
 KernelSettings present_settings() {
   const auto& context = at::globalContext();
-  return {static_cast<int64_t>(c10::get_default_dtype_as_scalartype()), context.userEnabledMkldnn(), context.userEnabledCuDNN(),
-          context.benchmarkCuDNN(), context.deterministicCuDNN()};
+  return static_cast<int64_t>(c10::get_default_dtype_as_scalartype()) << 4 | context.userEnabledMkldnn() << 3 |
+      context.userEnabledCuDNN() << 2 | context.benchmarkCuDNN() << 1 | context.deterministicCuDNN();
 }
 
 at::Tensor get_state(const at::Generator& generator) {
@@ -200,16 +200,16 @@ void set_state(at::Generator generator, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-void set_settings(const KernelSettings& settings) {
+void set_settings(KernelSettings settings) {
   if (settings == present_settings()) {
     return;
   }
   auto& context = at::globalContext();
-  c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<c10::ScalarType>(settings[0])));
-  context.setUserEnabledMkldnn(settings[1] != 0);
-  context.setUserEnabledCuDNN(settings[2] != 0);
-  context.setBenchmarkCuDNN(settings[3] != 0);
-  context.setDeterministicCuDNN(settings[4] != 0);
+  c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<c10::ScalarType>(settings >> 4)));
+  context.setUserEnabledMkldnn((settings & 8) != 0);
+  context.setUserEnabledCuDNN((settings & 4) != 0);
+  context.setBenchmarkCuDNN((settings & 2) != 0);
+  context.setDeterministicCuDNN((settings & 1) != 0);
 }
 
 OpFields& fields_of_op(py::handle record) {

@@ -26,7 +26,7 @@ namespace torch::jit { // of pybind_utils.h, which takes ten seconds to compile
 TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue value);
 } // namespace torch::jit
 
-void set_settings(const KernelSettings& settings);
+void set_settings(KernelSettings settings);
 
 // A tensor that is an argument of an op, without what differs between ops of a signature.
 struct Argument {

@@ -420,10 +420,11 @@ PyObject* eager_record_with(int64_t receiver, PyObject* parts) {
   return found;
 }
 
-// Returns the types of the budgeted memory, of recomputation and of storages.
+// Returns the types of the budgeted memory, of recomputation, of storages and of logs.
 PyObject* eager_types() {
   try {
-    return py::make_tuple(memory_type(), recomputation_type(), py::handle(reinterpret_cast<PyObject*>(tracked_storage_type()))).release().ptr();
+    const py::handle storage_type(reinterpret_cast<PyObject*>(tracked_storage_type()));
+    return py::make_tuple(memory_type(), recomputation_type(), storage_type, step_log_type()).release().ptr();
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;

@@ -118,7 +118,6 @@ PyTypeObject* tracked_storage_type() {
       describe("saved", T_LONGLONG, &TrackedStorage::saved),
       describe("last_read", T_LONGLONG, &TrackedStorage::last_read),
       describe("checked", T_LONGLONG, &TrackedStorage::checked),
-      describe("number", T_LONGLONG, &TrackedStorage::number),
       describe("pinned", T_BOOL, &TrackedStorage::pinned),
       describe("snapshots", T_OBJECT, &TrackedStorage::snapshots),
       {}};

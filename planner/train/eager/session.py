@@ -138,7 +138,7 @@ class Rematerialization:
         memory: Memory = library.memory(budget_bytes, sizes, partial(create_ledger, self._heuristic))
         costs = create_costs(self._device)
         recomputation = library.recomputation(memory, self._max_recomputation, costs, LOCK)
-        follower = StepFollower(StepPlans(memory.budget_bytes), memory)
+        follower = StepFollower(StepPlans(memory.budget_bytes, library.step_log), memory)
         self._recorder = recorder = Recorder(memory, sizes, recomputation, self._max_recomputation, follower, costs)
         self._recording = recording = NativeRecording(recorder)
         for tensor in tensors:

@@ -7,6 +7,7 @@ import torch
 
 from planner.train.eager.operators import Operator
 from planner.train.eager.sizes import KnownOp
+from planner.train.eager.step_log import StepLog
 
 
 class Memory(Protocol):
@@ -29,6 +30,7 @@ class Memory(Protocol):
         clock_s: total time of ops so far.
         clock: returns the time in seconds; None for the real time.
         pending: number of ops that were recorded since the ledger was last used; they are entered into it before its next use.
+        log: the log of the current step; None if no step runs, or it is not logged.
         resident: the resident storages by address.
     """
 
@@ -48,6 +50,7 @@ class Memory(Protocol):
     clock_s: float
     clock: Callable[[], float] | None
     pending: int
+    log: StepLog | None
     resident: "dict[int, TrackedStorage]"
 
     def find(self, tensor: torch.Tensor) -> "TrackedStorage | None":

@@ -156,9 +156,7 @@ void Memory::forget() {
   }
   for (const auto& object : kept) {
     auto& storage = storage_of(object);
-    Py_CLEAR(storage.chain);
-    Py_CLEAR(storage.snapshots);
-    storage.pinned = true;
+    storage.drop_records();
     storage.last_read = -1;
     drop_base(storage);
   }

@@ -9,10 +9,10 @@
 #include "tracked_storage.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <deque>
 #include <functional>
-#include <unordered_map>
 #include <vector>
 
 // The bytes in memory, and the storages that take them. Python's attributes have the same names: `Memory` of
@@ -89,7 +89,7 @@ class [[gnu::visibility("hidden")]] Memory {
   const pybind11::object sizes_, new_ledger_;
   const c10::Device device_;
   const std::pair<int64_t, int64_t> unheld_; // reference counts of a storage that is not in use, and of its Python object
-  std::unordered_map<int64_t, pybind11::object> resident_; // by address
+  ska::flat_hash_map<int64_t, pybind11::object> resident_; // by address
   Watches young_, old_; // memory that the runtime does not hold; of this step, and of before
   pybind11::object ledger_object_;
   EvictionLedger* ledger_ = nullptr;

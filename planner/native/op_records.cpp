@@ -115,9 +115,9 @@ class Records final : public OpRecords {
         sources_(recorder_.attr("sources")),
         saved_(sources_.attr("saved")),
         names_(recorder_.attr("module").attr("names")),
-        noted_(recorder_.attr("module").attr("noted")),
+        module_number_(reinterpret_cast<const int64_t*>(parts[6].cast<intptr_t>())),
         sizes_(recorder_.attr("sizes")),
-        longest_chain_(parts[1].cast<Py_ssize_t>()),
+        longest_chain_(parts[1].cast<size_t>()),
         lock_of_draws_(parts[2]),
         get_default_generator_(parts[3]),
         few_ops_(parts[4].cast<int64_t>()),
@@ -148,8 +148,7 @@ class Records final : public OpRecords {
     if (called.facts.only_writes != 0 && std::all_of(written.begin(), written.end(), is_pinned)) {
       return write_pinned(called, written);
     }
-    const auto op = copy_recorded_op(called.unusual ? build_unusual(called) : find_pattern(called));
-    record_as(op, called, written, is_between);
+    record_as(called.unusual ? copy_recorded_op(build_unusual(called)) : copy_recorded_op(find_pattern(called)), called, written, is_between);
   }
 
   // Leaves that have gradients or whose storage is never evicted are held themselves, and so are parameters: as in plain eager PyTorch,
@@ -314,7 +313,7 @@ class Records final : public OpRecords {
   }
 
   py::object module_name() {
-    return borrow(PyList_GetItem(names_.ptr(), static_cast<Py_ssize_t>(to_int(module_number.of(noted_)))));
+    return borrow(PyList_GetItem(names_.ptr(), static_cast<Py_ssize_t>(*module_number_)));
   }
 
   // Returns the record of such an op, without storages.
@@ -405,16 +404,18 @@ class Records final : public OpRecords {
       learn_sizes_of.call(recorder_, py::cast(known), function.of(operator_), args, kwargs);
     }
     if (!times_each_) {
-      int64_t read_bytes = 0;
-      for (const auto& tensor : called.inputs) {
-        read_bytes += static_cast<int64_t>(tensor.nbytes());
-      }
-      if (const auto likely_bytes = to_int(estimate.call(costs_, operator_, py::cast(known), number(read_bytes))); likely_bytes > 0) {
+      const auto read_bytes = number(count_read_bytes(called));
+      if (const auto likely_bytes = to_int(estimate.call(costs_, operator_, py::cast(known), read_bytes)); likely_bytes > 0) {
         const auto with_op_bytes = memory_.live_bytes + known->out_bytes + likely_bytes;
         memory_.peak_bytes = std::max(memory_.peak_bytes, std::min(with_op_bytes, memory_.budget_bytes));
       }
     }
     return known;
+  }
+
+  static int64_t count_read_bytes(const CalledOp& called) {
+    return std::accumulate(called.inputs.begin(), called.inputs.end(), int64_t{0},
+                           [](int64_t sum, const at::Tensor& tensor) { return sum + static_cast<int64_t>(tensor.nbytes()); });
   }
 
   // Returns what the outputs of an op will take on the budget's device, if a rule knows.
@@ -710,7 +711,7 @@ class Records final : public OpRecords {
       made_bytes += storage_of(storage).size_bytes;
       op.made.emplace_back(static_cast<int64_t>(i), steal(PyWeakref_NewRef(storage.ptr(), nullptr)));
       if (op.recordable) {
-        check(PyList_Append(chain_of(storage), object.ptr()));
+        storage_of(storage).chain.push_back(object);
       }
     }
     if (taken_bytes >= 0) {
@@ -719,7 +720,8 @@ class Records final : public OpRecords {
       known->workspace_bytes = std::max(before, workspace);
       known->guessed = false;
       if (!times_each_) {
-        note.call(costs_, object, number(made_bytes), number(workspace));
+        const auto moved_bytes = number(made_bytes + count_read_bytes(called));
+        note.call(costs_, op.pattern->operator_, moved_bytes, py::float_(op.seconds), number(workspace));
       }
     }
     op.room_bytes = made_bytes + known->workspace_bytes;
@@ -736,8 +738,8 @@ class Records final : public OpRecords {
   void note_writes(const CalledOp& called, OpFields& op, const Written& written, bool makes_outputs) {
     const py::object first = written[0];
     const bool is_repeatable = op.recordable && !called.updates_statistics && written.size() == 1;
-    if (is_repeatable && !storage_of(first).pinned && PyList_GET_SIZE(chain_of(first)) < longest_chain_) {
-      check(PyList_Append(chain_of(first), record_in_place(op, first, called.facts.resizes_out != 0).ptr()));
+    if (is_repeatable && !storage_of(first).pinned && storage_of(first).chain.size() < longest_chain_) {
+      storage_of(first).chain.push_back(record_in_place(op, first, called.facts.resizes_out != 0));
       ++storage_of(first).version;
       return;
     }
@@ -826,7 +828,7 @@ class Records final : public OpRecords {
   const Name begin_saving{"begin_saving"}, begin_step_of{"begin_step"}, bound_bytes{"bound_bytes"}, check_memory{"check_memory"},
       check_plan{"check_plan"}, copy_before_writes_{"copy_before_writes"}, end{"end"}, estimate{"estimate"}, evict_after{"evict_after"},
       evict_one{"evict_one"}, find_block{"find_block"}, find_made{"find_made"}, forget{"forget"}, function{"function"},
-      has_plans{"has_plans"}, is_closed{"is_closed"}, learn_sizes_of{"learn_sizes"}, module_number{"module"}, note{"note"},
+      has_plans{"has_plans"}, is_closed{"is_closed"}, learn_sizes_of{"learn_sizes"}, note{"note"},
       pin_if_lost{"pin_if_lost"}, pin{"pin"}, raise_overwritten{"raise_overwritten"}, recover_{"recover"}, start{"start"}, stop{"stop"};
 
   const py::object recorder_;
@@ -834,8 +836,10 @@ class Records final : public OpRecords {
   Memory& memory_;
   const py::object follower_, plans_;
   Recomputation& recomputation_;
-  const py::object costs_, sources_, saved_, names_, noted_, sizes_;
-  const Py_ssize_t longest_chain_;
+  const py::object costs_, sources_, saved_, names_;
+  const int64_t* const module_number_;
+  const py::object sizes_;
+  const size_t longest_chain_;
   const py::object lock_of_draws_, get_default_generator_;
   const int64_t few_ops_, measurements_;
   const c10::Device budget_device_;

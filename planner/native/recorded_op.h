@@ -1,6 +1,6 @@
-// A record of an op: everything that is needed to execute it again. Python reads a few attributes, of which the lists are made
-// then: `RecordedOp` of planner.train.eager.storages. Records were copies of such objects: a list, a named tuple for each input, weak references and numbers, a quarter of the time
-// that recording took.
+// A record of an op: everything that is needed to execute it again. Python reads a few attributes, which are made then: `RecordedOp` of
+// planner.train.eager.storages. Records were copies of such objects: a list, a named tuple for each input, weak references and numbers,
+// a quarter of the time that recording took.
 
 #pragma once
 

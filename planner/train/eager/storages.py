@@ -5,7 +5,6 @@ from typing import Protocol
 
 import torch
 
-from planner.train.eager.operators import Operator
 from planner.train.eager.sizes import KnownOp
 from planner.train.eager.step_log import StepLog
 
@@ -127,13 +126,16 @@ class TrackedStorage(Protocol):
 
     size_bytes: int
     version: int
-    chain: "list[RecordedOp]"
+    chain: "tuple[RecordedOp, ...]"
     pinned: bool
     address: int
     saved: int
     last_read: int
     snapshots: dict[int, torch.Tensor] | None
     checked: int
+
+    def drop_records(self) -> None:
+        """Pin it, and drop the records and copies to recompute it."""
 
     def is_recomputable(self, version: int) -> bool:
         """Return True if the contents of `version` can be recomputed by the chain."""
@@ -155,18 +157,12 @@ class RecordedOp(Protocol):
     """One execution of an operator, with everything that is needed to execute it again.
 
     Attributes:
-        operator: the facts about the operator.
         inputs: the tensors among its arguments, in order: storages and the versions of their contents. The storage is None if
             the op itself writes it in place: the one that is being rebuilt.
-        read_bytes: bytes of the inputs.
         kept: the storages of inputs that cannot be recomputed.
         known: the facts about its signature.
-        seconds: measured time.
     """
 
-    operator: Operator
     inputs: list[tuple[TrackedStorage | None, int]]
-    read_bytes: int
     kept: tuple[torch.UntypedStorage, ...]
     known: KnownOp
-    seconds: float

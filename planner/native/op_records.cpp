@@ -607,7 +607,7 @@ class Records final : public OpRecords {
       }
     }
     const auto set_draws = [&] {
-      const auto from = generator.is_none() ? get_default_generator_(device_of(device)) : generator;
+      const auto from = generator.is_none() ? get_default_generator_(steal(THPDevice_New(device))) : generator;
       const auto drawn_from = THPGenerator_Unwrap(from.ptr());
       const std::lock_guard<std::mutex> lock(drawn_from.unsafeGetGeneratorImpl()->mutex_);
       op.draws.emplace(Draws{drawn_from, drawn_from.clone()});
@@ -784,11 +784,6 @@ class Records final : public OpRecords {
     memory_.pending->push_back(&op);
   }
 
-  py::object device_of(c10::Device device) {
-    const auto found = std::find_if(devices_.begin(), devices_.end(), [&](const auto& pair) { return pair.first == device; });
-    return found != devices_.end() ? found->second : devices_.emplace_back(device, steal(THPDevice_New(device))).second;
-  }
-
   // Logs an op for the plans of repeated steps.
   void log_op(const OpFields& op, const OperatorFacts& facts, const Written& written) {
     LoggedOp logged{{}, {}, {}, {}, op.seconds, op.recordable, false, false, -1, op.known->workspace_bytes, op.module};
@@ -844,7 +839,6 @@ class Records final : public OpRecords {
   const int64_t few_ops_, measurements_;
   const c10::Device budget_device_;
   const bool times_each_; // ops are done when they return
-  std::vector<std::pair<c10::Device, py::object>> devices_;
   std::unordered_map<Key, OpFields, KeyHash> patterns_, older_patterns_; // records of ops, without their storages
 };
 

@@ -49,7 +49,7 @@ class StepFollower:
                 del offered[number]
             elif self.memory.evict(storage):
                 del offered[number]
-                self.plans.borrows = not self.plans.is_following
+                self.plans.borrows = log.followed is None
                 return True
         return False
 

@@ -210,11 +210,6 @@ class StepPlans:
         self._progress.advance(len(self.log))
         return self._progress.evicted
 
-    @property
-    def is_following(self) -> bool:
-        """True while the step follows a plan."""
-        return self._following is not None
-
     def end(self) -> None:
         """End the step: store it, and solve it if it has evicted tensors and has occurred before, with any sizes."""
         log = self.log

@@ -1,5 +1,6 @@
 """``planner.rematerialize``: a block in which PyTorch code of any kind runs within a memory budget."""
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -156,6 +157,7 @@ class Rematerialization:
             block.enter_context(recorder.module)
             block.enter_context(recording.enter())
             self._block = block.pop_all()
+        atexit.register(self._block.close)  # if nothing leaves it, such as a suspended generator: Python tears modules down then
         ACTIVE.session = self
         return self
 
@@ -163,6 +165,7 @@ class Rematerialization:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop recording. Saved tensors that are still evicted are recomputed when a backward pass reads them."""
         ACTIVE.session = None
+        atexit.unregister(self._block.close)
         if isinstance(error, BudgetError):
             error.add_note(self._build_advice())
         self._block.__exit__(kind, error, trace)
@@ -309,8 +312,17 @@ class Rematerialization:
             raise UsageError("no step has ended yet: run a forward and a backward pass inside the block first")
         return step
 
+    def __repr__(self) -> str:
+        if self._recorder is None:
+            return "Rematerialization(not entered yet)"
+        memory = self._recorder.memory
+        budget, peak = format_bytes(memory.budget_bytes), format_bytes(memory.peak_bytes)
+        return f"Rematerialization(budget {budget}, peak {peak}, {memory.evictions} evictions)"
+
     def __str__(self) -> str:
-        recorder = self._entered
+        if self._recorder is None:
+            return repr(self)
+        recorder = self._recorder
         memory, again = recorder.memory, recorder.recomputation
         first = format_seconds(memory.clock_s - again.seconds)
         lines = [

@@ -40,7 +40,7 @@ def advise(
     loss_fn: LossFn | None,
     batch: Batch,
     *,
-    optimizer: str | torch.optim.Optimizer = "none",
+    optimizer: str | torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = "none",
     accumulate: bool = False,
     roofline: str | None = None,
     passes: int = 5,

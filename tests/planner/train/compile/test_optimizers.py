@@ -324,6 +324,20 @@ def test_the_state_is_static_memory_of_the_plan(*, wrapped: bool) -> None:
     assert step.plan.graph.static_bytes - without == sum(real_sizes(optimizer))
 
 
+def test_several_optimizers_of_a_model_are_given_as_a_list() -> None:
+    model, batch = network(), (torch.randn(3, 6), torch.randn(3, 4))
+    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is is_matrix] for is_matrix in (True, False))
+    several = [optim.Muon(matrices), optim.AdamW(rest)]
+    step = planner.compile(model, F.mse_loss, batch, budget="100%", optimizer=several, passes=1)
+    for _ in range(2):
+        step(*batch).backward()
+        for optimizer in several:
+            optimizer.step()
+            optimizer.zero_grad()
+    without = capture(model, F.mse_loss, batch).graph.static_bytes
+    assert step.plan.graph.static_bytes - without == sum(size for optimizer in several for size in real_sizes(optimizer))
+
+
 def test_a_graph_keeps_the_measured_memory() -> None:
     model, batch = network(), (torch.randn(3, 6), torch.randn(3, 4))
     measured = MeasuredOptimizer("Own", (100, 7), (30,))

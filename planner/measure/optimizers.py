@@ -42,7 +42,7 @@ def find_memory(
     if isinstance(optimizer, str | MeasuredOptimizer):
         return optimizer
     several = optimizer if isinstance(optimizer, list | tuple) and optimizer else (optimizer,)
-    if any(isinstance(one, type) or not hasattr(one, "param_groups") for one in several):
+    if any(isinstance(one, type) or not (hasattr(one, "param_groups") and hasattr(one, "state")) for one in several):
         raise UsageError(
             f"optimizer is {quote(optimizer)}: must be the optimizer itself, made from the model's parameters, or one of "
             f"{', '.join(OPTIMIZERS)}, or a list of optimizers"

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -282,7 +283,8 @@ def test_optimizers_of_other_libraries_are_measured(make: Any, copies: int) -> N
 
 def test_what_is_no_optimizer_is_refused() -> None:
     batch = torch.randn(3, 6), torch.randn(3, 4)
-    for wrong in (optim.AdamW, 3, None):
+    wrapper = SimpleNamespace(param_groups=optim.AdamW(network().parameters()).param_groups)
+    for wrong in (optim.AdamW, 3, None, wrapper, []):
         for call in (planner.trace, planner.advise, partial(planner.compile, budget="100%")):
             with pytest.raises(UsageError, match="must be the optimizer itself, made from the model's parameters, or one of"):
                 call(network(), F.mse_loss, batch, optimizer=wrong)

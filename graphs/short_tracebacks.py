@@ -109,6 +109,7 @@ def raise_at(file: str, line: int, name: str, failed: list[BaseException]) -> No
 def raise_at_caller(file: str, line: int, name: str, error: Exception) -> NoReturn:
     """Raise `error`, which an op has raised, at the line of the user's code that called the op, in the function `name`."""
     _keep_full_traceback(error)
+    mark_as_raised_by_op(error)
     failed: list[BaseException] = [error.with_traceback(None)]
     del error
     raise_at(file, line, name, failed)

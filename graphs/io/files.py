@@ -63,6 +63,8 @@ def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str], 
         OutputError: the folder does not exist or is not writable, or `path` is a folder or ends like another format.
         UsageError: it is one of the files that are read.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise OutputError(f"the name of the file to write is {path!r}: must be text or a path")
     if not os.fspath(path):
         raise OutputError("the name of the file to write is empty")
     if (descriptor := open_descriptor(path)) is not None:
@@ -207,7 +209,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise FormatError(f"{path}: there is no such file") from None
     except IsADirectoryError:
         raise FormatError(f"{path}: is a folder, not a file") from None
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:
         text = content.decode("utf-8-sig")

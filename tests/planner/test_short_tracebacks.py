@@ -28,6 +28,10 @@ def compile_without_time() -> None:
     planner.compile(net(), F.mse_loss, (X, Y), budget="1MB", time_limit_s=0)  # which a dataclass refuses
 
 
+def report_before_the_block() -> None:
+    planner.rematerialize("1GB").report("page.html")
+
+
 def compile_too_little() -> None:
     planner.compile(net(), F.mse_loss, (X, Y), budget=3000, **QUICK)
 
@@ -73,6 +77,7 @@ def load_nothing() -> None:
     "call",
     [
         compile_without_time,
+        report_before_the_block,
         compile_too_little,
         solve_too_little,
         trace_wrong,
@@ -170,6 +175,13 @@ def test_errors_of_the_users_model_have_its_line_and_no_frames_of_ours(train: Ca
     assert any(frame.name == "forward" and frame.filename == __file__ for frame in frames)
     assert len(frames) <= 9 and not any("_dynamo" in frame.filename for frame in frames)
     assert str(ROOT) in raised.value.full_traceback
+
+
+def test_an_op_of_the_loss_function_has_no_frames_of_ours() -> None:
+    batch = X, torch.full((8,), 9)
+    with pytest.raises(IndexError, match="Target 9 is out of bounds") as raised, pytest.warns(match="measured alone"):
+        planner.compile(net(), F.cross_entropy, batch, budget="1MB", **QUICK)
+    assert [frame.filename for frame in traceback.extract_tb(raised.value.__traceback__)] == [__file__]
 
 
 def test_an_op_that_fails_on_the_batch_under_checkpoint_is_named_in_one_line() -> None:

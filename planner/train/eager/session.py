@@ -11,7 +11,7 @@ from typing import Self
 
 import torch
 
-from graphs.errors import BudgetError, PlannerError, UsageError
+from graphs.errors import BudgetError, PlannerError, UsageError, first_line
 from graphs.io.formats import write_graph
 from graphs.short_tracebacks import shorten, shorten_traceback, show_as_eager
 from graphs.units import format_bytes, format_enough, format_seconds
@@ -89,13 +89,16 @@ def rematerialize(
         >>> with planner.rematerialize(budget="1GB") as session:
         ...     loss_fn(model(x), y).backward()
     """
-    if not max_recomputation > 0:
+    if not (isinstance(max_recomputation, int | float) and max_recomputation > 0):
         raise UsageError(f"max_recomputation is {max_recomputation!r}: must be above 0, such as 10 for ten times the step's ops")
     if heuristic not in NAMES:
         raise UsageError(f"unknown heuristic {heuristic!r}: choose from {', '.join(NAMES)}")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.empty(0, device=device).device  # with its index
+    try:
+        device = torch.empty(0, device=device).device  # with its index
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise UsageError(f"device is {device!r}: must be one that PyTorch finds, such as 'cpu' ({first_line(error)})") from None
     counted = choose_memory_on(device.type, CountedMemory.of(memory))
     wanted = read_budget(budget)
     if isinstance(wanted, Share):
@@ -253,6 +256,7 @@ class Rematerialization:
             recorder.follower.end()
         self.plans.wait(seconds)
 
+    @shorten_traceback
     def least_budget(self) -> int:
         """Return a budget in bytes that is enough for the longest step so far: the least of a few with which it was replayed.
 
@@ -264,6 +268,7 @@ class Rematerialization:
         """
         return max(self._find_enough_bytes(self._get_longest_step()), self._entered.memory.between_peak_bytes)
 
+    @shorten_traceback
     def save_graph(self, path: str | os.PathLike[str]) -> None:
         """Write the longest step so far as a graph, which ``planner solve`` and ``planner compare`` take.
 
@@ -272,6 +277,7 @@ class Rematerialization:
         """
         write_graph(self._get_longest_step().graph, path)
 
+    @shorten_traceback
     def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> None:
         """Write the report page of the longest step so far to `path`, and its Chrome trace to `trace`: docs/report.md.
 

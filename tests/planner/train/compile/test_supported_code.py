@@ -583,8 +583,16 @@ def square_in_a_mode(_: Any, x: torch.Tensor) -> torch.Tensor:
         return x.square()
 
 
-def test_a_mode_is_entered_in_the_step() -> None:
-    check_trains_as_eager(lambda: Between(square_in_a_mode), F.mse_loss, batch_of)
+def shift_on_a_device(_: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.device(x.device), torch.device("meta"):
+        shape = torch.empty(32)
+        with x.device:
+            return (x + torch.arange(32) + shape.numel()).square()
+
+
+@pytest.mark.parametrize("call", [square_in_a_mode, shift_on_a_device])
+def test_a_mode_is_entered_in_the_step(call: Callable[..., torch.Tensor]) -> None:
+    check_trains_as_eager(lambda: Between(call), F.mse_loss, batch_of)
 
 
 def keep_elsewhere(model: Any, x: torch.Tensor) -> torch.Tensor:

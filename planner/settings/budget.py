@@ -82,8 +82,9 @@ def read_budget(budget: str | float | Budget) -> Budget:
             return Auto()
         size_bytes = parse_budget(budget, peak_bytes=UNLIMITED_BYTES)  # raises if it cannot be read
         return Share(float(budget.strip()[:-1])) if budget.strip().endswith("%") else Bytes(size_bytes)
-    if isinstance(budget, Integral) and not isinstance(budget, bool) and budget >= 1:  # of NumPy too
-        return Bytes(min(int(budget), UNLIMITED_BYTES))
+    number: object = budget
+    if isinstance(number, Integral) and type(budget) is not bool and int(number) >= 1:  # of NumPy too
+        return Bytes(min(int(number), UNLIMITED_BYTES))
     if not isinstance(budget, float):
         raise BudgetError(f"budget is {budget!r}: must be whole bytes, above 0, or text such as {_WRITTEN} or 'auto'")
     if not 0 < budget <= 1:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import count, groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -41,7 +41,7 @@ class OnDevice(TorchFunctionMode):
     """What ``with torch.device(...)`` does, written so that Dynamo follows it: tensors that name no device are made on this."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,7 +98,7 @@ def _enter_device(wanted: Callable[[Any], bool], enter: Any, tx: Any, instructio
     """Enter a device, which is a context too, as a mode that Dynamo follows."""
     context = tx.stack[-1]
     if context.is_python_constant() and isinstance(context.as_python_constant(), torch.device) and wanted(tx):
-        tx.stack[-1] = private.UserFunctionVariable(_make_mode).call_function(tx, [context], {})
+        tx.stack[-1] = private.UserFunctionVariable(cast(Any, _make_mode)).call_function(tx, [context], {})
     enter(tx, instruction)
 
 

@@ -5,12 +5,12 @@ import traceback
 import warnings
 from collections.abc import Callable
 from functools import wraps
-from inspect import signature
+from inspect import Signature, signature
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from graphs.errors import PlannerError, causes, refuse_unknown_options
+from graphs.errors import PlannerError, UsageError, causes, refuse_unknown_options
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -19,7 +19,9 @@ _ROOT = Path(__file__).resolve().parent.parent
 _OURS = tuple(f"{_ROOT / name}/" for name in ("planner", "solvers", "graphs"))
 _LIBRARIES = ("torch", "transformers", "accelerate", "lightning", "pytorch_lightning")
 _MACHINERY = ("/torch/_dynamo/", "/torch/_functorch/", "/torch/autograd/function.py")  # between a planned model and its ops
+_CALL = "/torch/nn/modules/module.py"  # where arguments that no forward() takes are refused
 _BY_OP = "raised_by_op"  # an attribute of errors
+_GENERATED_INIT = ("<string>", "__init__")  # that of a dataclass, which calls its checks
 _GENERATED = "<eval_with_key>"  # the file of code that torch.fx makes
 
 
@@ -27,18 +29,17 @@ def shorten_traceback(function: Callable[P, T]) -> Callable[P, T]:
     """Return the public function `function`, with errors of the planner raised at its call.
 
     Of the frames below only those of the user's code stay, such as a model's forward pass. ``error.full_traceback`` has the text
-    of the whole traceback. An option that a function does not have is such an error too. Errors of the user's own code lose our
-    frames (``show_as_eager``).
+    of the whole traceback. Arguments that a function does not take, or lacks, are such an error too. Errors of the user's own
+    code lose our frames (``show_as_eager``).
     """
-    parameters = signature(function).parameters
-    takes_all = function.__qualname__ != function.__name__ or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    taken = None if function.__qualname__ != function.__name__ else signature(function)  # of methods, Python checks them
 
     @wraps(function)
     def run_public(*args: P.args, **kwargs: P.kwargs) -> T:
         handled = sys.exception()
         try:
-            if not takes_all:
-                refuse_unknown_options(kwargs, parameters, f"planner.{function.__name__}")
+            if taken is not None:
+                _check_arguments(taken, f"planner.{function.__name__}", args, kwargs)
             return function(*args, **kwargs)
         except PlannerError as error:
             shorten(error, handled)
@@ -48,6 +49,20 @@ def shorten_traceback(function: Callable[P, T]) -> Callable[P, T]:
             raise
 
     return run_public
+
+
+def _check_arguments(taken: Signature, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    """Raise a UsageError unless the function `name` can be called with these arguments."""
+    parameters = taken.parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        refuse_unknown_options(kwargs, taken.parameters, name)
+    try:
+        taken.bind(*args, **kwargs)
+    except TypeError as error:
+        shown = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+        needed = [parameter for parameter in parameters if parameter.default is parameter.empty and parameter.name not in shown]
+        shown += [f"{parameter.name}=..." for parameter in needed if parameter.kind is parameter.KEYWORD_ONLY]
+        raise UsageError(f"{name}({', '.join(shown)}): {error}; options are given by name") from None
 
 
 def shorten(error: PlannerError, handled: BaseException | None = None) -> None:
@@ -71,7 +86,7 @@ def show_as_eager(error: Exception) -> None:
     """
     frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     raising = next((path for path in reversed(frames) if "/site-packages/" not in path), _GENERATED)
-    if _BY_OP in vars(error) or not (_is_ours(raising) or raising.startswith(_GENERATED)):
+    if _BY_OP in vars(error) or frames[-1].endswith(_CALL) or not (_is_ours(raising) or raising.startswith(_GENERATED)):
         _keep_full_traceback(error)
         error.__traceback__ = _leave_out(error.__traceback__, _is_machinery)
 
@@ -94,6 +109,7 @@ def raise_at(file: str, line: int, name: str, failed: list[BaseException]) -> No
 def raise_at_caller(file: str, line: int, name: str, error: Exception) -> NoReturn:
     """Raise `error`, which an op has raised, at the line of the user's code that called the op, in the function `name`."""
     _keep_full_traceback(error)
+    mark_as_raised_by_op(error)
     failed: list[BaseException] = [error.with_traceback(None)]
     del error
     raise_at(file, line, name, failed)
@@ -114,7 +130,8 @@ def _leave_out(frames: TracebackType | None, unwanted: Callable[[str], bool]) ->
     if frames is None:
         return None
     rest = _leave_out(frames.tb_next, unwanted)
-    if unwanted(frames.tb_frame.f_code.co_filename):
+    code = frames.tb_frame.f_code
+    if unwanted(code.co_filename) or (code.co_filename, code.co_name) == _GENERATED_INIT:
         return rest
     return TracebackType(rest, frames.tb_frame, frames.tb_lasti, frames.tb_lineno)
 

@@ -33,7 +33,7 @@ def parse_budget(text: str, *, peak_bytes: int) -> int:
     """
     match = _AMOUNT.fullmatch(text)
     if match is None:
-        raise BudgetError(f"budget {text!r} is not an amount of memory: write 8GB, 7.5GiB or 60%")
+        raise BudgetError(f"budget {text!r} is not an amount of memory: write 8GB, 7.5GiB or 60%{explain_comma(text)}")
     amount, unit = float(match[1]), match[2]
     if unit is None:
         raise BudgetError(
@@ -55,13 +55,22 @@ def parse_budget(text: str, *, peak_bytes: int) -> int:
 def parse_fraction(text: str) -> float:
     """Return the fraction, from 0 to `LARGEST_FRACTION`, of ``10%`` or ``0.1``; raise a BudgetError if it is neither."""
     number = text.strip().removesuffix("%")
+    percent = number != text.strip()
     try:
-        value = float(number) / (100 if number != text.strip() else 1)
+        value = float(number) / (100 if percent else 1)
     except ValueError:
         value = math.nan
     if not 0 <= value <= LARGEST_FRACTION:
-        raise BudgetError(f"{text!r} is not a fraction from 0 to {LARGEST_FRACTION:.0f}: write 0.1% or 0.001")
+        way = f"write 0.1% or 0.001{explain_comma(text)}"
+        raise BudgetError(f"{text!r} is not a fraction from 0 to {LARGEST_FRACTION:.0f}: {way}")
+    if value > 1 and not percent:
+        raise BudgetError(f"{text!r} has no unit: write {value:g}%, or {100 * value:g}% if that many times is meant")
     return value
+
+
+def explain_comma(text: str) -> str:
+    """Return what to add to the advice on how to write an amount if `text` has a comma; else an empty text."""
+    return ", with a decimal point in place of the comma" if "," in text else ""
 
 
 def parse_rate(text: str) -> float:

@@ -7,7 +7,7 @@ from functools import partial
 from importlib import import_module
 
 from graphs.checks import check_plain
-from graphs.errors import PlannerError, UsageError
+from graphs.errors import PlannerError, UsageError, quote
 from graphs.ir import Graph
 from graphs.options.offload import remove_offload
 from solvers.request import Request
@@ -180,10 +180,10 @@ def check_params(name: str, params: object) -> None:
     if params is None:
         return
     if not entry.params:
-        raise UsageError(f"params is {params!r}, but the solver {name!r} has no parameters: leave params out")
+        raise UsageError(f"params is {quote(params)}, but the solver {name!r} has no parameters: leave params out")
     module, kind = entry.params.split(":")
     if not isinstance(params, getattr(import_module(module), kind)):
-        raise UsageError(f"params is {params!r}: must be {kind} ({module}), or None for its defaults")
+        raise UsageError(f"params is {quote(params)}: must be {kind} ({module}), or None for its defaults")
 
 
 def check_takes(name: str, *, transfers: bool, devices: bool, named: str) -> None:

@@ -63,6 +63,8 @@ def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str], 
         OutputError: the folder does not exist or is not writable, or `path` is a folder or ends like another format.
         UsageError: it is one of the files that are read.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise OutputError(f"the name of the file to write is {path!r}: must be text or a path")
     if not os.fspath(path):
         raise OutputError("the name of the file to write is empty")
     if (descriptor := open_descriptor(path)) is not None:
@@ -79,17 +81,16 @@ def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str], 
             raise OutputError(f"{path} is a folder: name a file")
         if not target.parent.is_dir():
             raise OutputError(f"{path} cannot be written: there is no folder {target.parent}")
-        needed = [target] if target.exists() else []
-        if _is_replaceable(target):
-            needed.append(target.parent)
     except (OSError, ValueError) as error:  # an invalid or too long name; a loop of links
         raise _make_output_error(path, error) from None
-    if not all(os.access(place, os.W_OK) for place in needed):
-        raise OutputError(f"{path} cannot be written: permission denied")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise OutputError(f"{path} cannot be written: Permission denied")
     if target.exists() and any(Path(source).exists() and target.samefile(source) for source in read):
         raise UsageError(f"{path} is an input of this command: name another file to write")
     if suffix and (other := Path(path).suffix.lower()) in _FORMATS - {suffix}:
         raise OutputError(f"{path} ends with {other}, but what is written is a {suffix} file: name one that ends with {suffix}")
+    if _is_replaceable(target):
+        _create_and_remove(target.parent, path)
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
@@ -103,8 +104,7 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
             raise OutputError(f"{given} is a file: name a folder, which is made where there is none")
     except (OSError, ValueError) as error:
         raise _make_output_error(folder, error) from None
-    if not os.access(place, os.W_OK):
-        raise OutputError(f"{folder} cannot be written: permission denied")
+    _create_and_remove(place, folder)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -125,8 +125,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
         _write_through(path, content, open_descriptor(path))
         return
     target = _find_target(path)
-    # Named before it is created, so that it is removed after an interruption at any moment.
-    temporary = target.with_name(f".planner-{secrets.token_hex(8)}.tmp")
+    temporary = _name_temporary(target.parent)
     try:
         with temporary.open("xb") as file:
             file.write(content)
@@ -213,7 +212,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise FormatError(f"{path}: there is no such file") from None
     except IsADirectoryError:
         raise FormatError(f"{path}: is a folder, not a file") from None
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:
         text = content.decode("utf-8-sig")
@@ -236,6 +235,22 @@ def _is_device(path: str | os.PathLike[str]) -> bool:
 def _is_replaceable(target: Path) -> bool:
     """Return True if a new file may replace `target`; False for /dev/stdout or a pipe."""
     return target.is_file() or not target.exists()
+
+
+def _name_temporary(folder: Path) -> Path:
+    """Return the name of a new file: known before it is created, so that it is removed after an interruption at any moment."""
+    return folder / f".planner-{secrets.token_hex(8)}.tmp"
+
+
+def _create_and_remove(folder: Path, path: str | os.PathLike[str]) -> None:
+    """Raise an OutputError about `path` if no file can be created in `folder`: /proc says that it is writable, and is not."""
+    probe = _name_temporary(folder)
+    try:
+        probe.touch(exist_ok=False)
+    except OSError as error:
+        raise _make_output_error(path, error) from None
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _find_target(path: str | os.PathLike[str]) -> Path:

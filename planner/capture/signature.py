@@ -42,6 +42,13 @@ def check_batch(batch: Batch) -> None:
             raise TraceError(
                 f"{name} is a numpy.{type(leaf).__name__}, which no step takes: pass a tensor (torch.as_tensor) or a plain number"
             )
+        held = () if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {}).values()
+        if any(isinstance(value, torch.Tensor) for value in held):
+            kind = type(leaf).__name__
+            raise TraceError(
+                f"{name} is a {kind}, whose tensors are not seen: pass them by themselves, register the class if it is a "
+                f"dataclass (torch.export.register_dataclass({kind})), or train with planner.checkpoint(model, budget=...)"
+            )
         if isinstance(leaf, torch.Tensor) and leaf.is_nested:
             raise TraceError(
                 f"{name} is a nested tensor, which planner.compile does not take: pass its values() and offsets(), and make it "

@@ -4,10 +4,11 @@ import argparse
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from graphs.errors import BudgetError, ModelError, UsageError
-from graphs.units import parse_budget, parse_fraction, parse_rate
+from graphs.units import explain_comma, parse_budget, parse_fraction, parse_rate
 from planner.capture.workload.workload import ModelSpec, parse_spec
 from planner.settings.budget import read_budget
 from solvers.registry import check_solver
@@ -54,14 +55,17 @@ def parse_budgets(text: str) -> int | tuple[str, ...]:
 
 def parse_budget_list(text: str) -> tuple[str, ...]:
     """Return budgets from comma-separated text."""
-    return tuple(check_budget(part.strip()) for part in text.split(","))
+    try:
+        return tuple(check_budget(part.strip()) for part in text.split(","))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; commas separate budgets") from None
 
 
 def parse_duration(text: str) -> float:
     """Return seconds above 0 from ``90``, ``90s``, ``10m`` or ``1.5h``."""
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None or match[2] not in _UNITS_S or not 0 < (time_s := float(match[1]) * _UNITS_S[match[2]]) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0: write seconds, or 90s, 10m, 1.5h")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0: write seconds, or 90s, 10m, 1.5h{explain_comma(text)}")
     return time_s
 
 
@@ -98,6 +102,13 @@ def parse_seed(text: str) -> int:
 def parse_output(text: str) -> str:
     """Return the path of an output file; ``-`` is the standard output."""
     return "/dev/stdout" if text == "-" else text
+
+
+def parse_graph(text: str) -> str:
+    """Return the path of a graph; what names a model raises."""
+    if Path(text.split(":")[0]).suffix == ".py" or text.startswith("zoo:"):
+        raise argparse.ArgumentTypeError(f"{text!r} names a model: write its graph first, planner trace {text} -o model.json")
+    return text
 
 
 def model(text: str) -> ModelSpec:

@@ -25,7 +25,7 @@ def add(commands: shared.Commands) -> None:
         "  planner curve model.json --budgets 90%,8GB,7.5GiB --time-limit 2m\n"
         "  planner curve model.json --options offload --link 50GB/s --host-budget 64GB -o curve.csv",
     )
-    parser.add_argument("graph", metavar="GRAPH", help="what planner trace wrote")
+    parser.add_argument("graph", metavar="GRAPH", type=argument_types.parse_graph, help="what planner trace wrote")
     parser.add_argument(
         "--budgets",
         type=argument_types.parse_budgets,

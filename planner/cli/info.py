@@ -3,6 +3,7 @@
 import argparse
 
 from graphs.errors import UsageError
+from planner.cli import argument_types
 from planner.cli.arguments import DONE, Commands, add_command, print_result
 
 
@@ -20,7 +21,7 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="count only optional ops, and ops on other devices, whose results are bit-identical",
     )
-    parser.add_argument("file", metavar="FILE", help="what planner trace or planner solve wrote")
+    parser.add_argument("file", metavar="FILE", type=argument_types.parse_graph, help="what planner trace or planner solve wrote")
 
 
 def run(arguments: argparse.Namespace) -> int:

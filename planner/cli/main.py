@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import shtab
 
 from graphs.errors import InfeasibleError, LimitError, PlannerError, UsageError
+from planner.capture.workload.workload import ModelSpec, find_file
 from planner.cli import (
     addresses,
     advise,
@@ -105,6 +106,8 @@ def _run(argv: Sequence[str] | None) -> int:
     except SystemExit as end:
         # argparse has answered already: --help, or a usage error.
         return end.code if isinstance(end.code, int) else DONE
+    if isinstance(model := getattr(arguments, "model", None), ModelSpec):
+        find_file(model)  # before torch is imported, which takes seconds
     return _COMMANDS[arguments.command].run(arguments)
 
 

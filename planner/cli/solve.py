@@ -30,7 +30,7 @@ def add(commands: shared.Commands) -> None:
         "  planner solve model.json --budget 40% --options chunks\n"
         "  planner solve model.json --budget 60% --options offload --link 50GB/s --host-budget 64GB\n",
     )
-    parser.add_argument("graph", metavar="GRAPH", help="what planner trace wrote")
+    parser.add_argument("graph", metavar="GRAPH", type=argument_types.parse_graph, help="what planner trace wrote")
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument(
         "--budget",

@@ -28,8 +28,12 @@ from planner.torch_private.core import FakeTensorMode, StorageWeakRef, TorchDisp
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def find_memory(optimizer: str | MeasuredOptimizer | torch.optim.Optimizer, step: TrainingStep) -> str | MeasuredOptimizer:
-    """Return the memory of the optimizer of a training step: measured, unless it was before, or known by a name.
+def find_memory(
+    optimizer: str | MeasuredOptimizer | torch.optim.Optimizer | Sequence[torch.optim.Optimizer], step: TrainingStep
+) -> str | MeasuredOptimizer:
+    """Return the memory of the optimizer of a training step, or of several: measured, unless it was before, or known by a name.
+
+    Several step one after the other, so that of their temporaries those count that take most.
 
     Raises:
         PlannerError: it cannot be measured.
@@ -37,12 +41,18 @@ def find_memory(optimizer: str | MeasuredOptimizer | torch.optim.Optimizer, step
     """
     if isinstance(optimizer, str | MeasuredOptimizer):
         return optimizer
-    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+    several = optimizer if isinstance(optimizer, list | tuple) and optimizer else (optimizer,)
+    if any(isinstance(one, type) or not (hasattr(one, "param_groups") and hasattr(one, "state")) for one in several):
         raise UsageError(
             f"optimizer is {quote(optimizer)}: must be the optimizer itself, made from the model's parameters, or one of "
-            f"{', '.join(OPTIMIZERS)}"
+            f"{', '.join(OPTIMIZERS)}, or a list of optimizers"
         )
-    return measure_optimizer(optimizer, step.parameters())
+    found = [measure_optimizer(one, list(step.parameters())) for one in several]
+    return MeasuredOptimizer(
+        " and ".join(one.name for one in found),
+        tuple(size for one in found for size in one.state),
+        max((one.temporaries for one in found), key=sum),
+    )
 
 
 def measure_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> MeasuredOptimizer:

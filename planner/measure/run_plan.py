@@ -35,7 +35,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import report_errors
 from planner.settings.compatibility import check_compatible
 from planner.settings.option_settings import apply_recorded_options, read_recorded_options
-from planner.settings.plan import PlanSettings
+from planner.settings.plan import PlanSettings, check_count, check_flags
 
 _PLANNED, _KEEPING, _EAGER, _EAGER_AGAIN = "the plan", "keeping everything", "eager PyTorch", "eager PyTorch again"
 
@@ -163,6 +163,9 @@ def run(
         raise UsageError(
             f"the plan is {quote(plan)}: must be one that planner.solve returns, or planner.Plan.load reads from a file"
         )
+    check_count("repeats", repeats, 1)
+    check_count("seed", seed, 0)
+    check_flags(None, arena=arena)
     if arena:
         check_compatible({Feature.ARENA, *(name for name, _ in map(parse_option, read_recorded_options(plan.settings)))})
     with Stages(*list_views(on_progress), stages=(Stage.CAPTURE, Stage.CHECK, Stage.COMPARE)) as stages:

@@ -50,7 +50,7 @@ def trace(
     loss_fn: LossFn | None,
     batch: Batch,
     *,
-    optimizer: str | torch.optim.Optimizer = "none",
+    optimizer: str | torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = "none",
     accumulate: bool = False,
     roofline: str | None = None,
     passes: int = 5,
@@ -69,7 +69,8 @@ def trace(
             batch and returns the loss. The result is a scalar loss, a tuple that begins with it, a dict with ``loss``, or an
             object with an attribute ``loss``.
         batch: inputs and target, by position or by name: real tensors, or fake ones with `roofline`.
-        optimizer: the optimizer, whose state is measured and counted in memory, or ``none``, ``sgd``, ``momentum`` or ``adamw``.
+        optimizer: the optimizer, whose state is measured and counted in memory, or a list of them; or ``none``, ``sgd``,
+            ``momentum`` or ``adamw``.
         accumulate: count gradients of earlier batches in memory.
         roofline: model the times on this device instead of measuring them: gh200, h200, h100, a100, l4, rtx4090 or cpu. Nothing
             is executed.

@@ -36,7 +36,7 @@ class PlanCache:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OutputError(f"plans cannot be stored in {self._folder}: {error.strerror or error}") from error
+            raise OutputError(f"plans cannot be stored in {self._folder}: {error.strerror or error}") from None
         check_writable(self._folder / "plan.json")
 
     def get_path(self, made_for: Mapping[str, object]) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import PlannerError
 from graphs.io.documents import PLAN_FORMAT
-from graphs.io.files import is_replaced, read_object
+from graphs.io.files import check_writable, is_replaced, read_object
 from graphs.io.formats import read_graph, summable, write_graph
 from graphs.io.graph_document import build_from_dict
 from graphs.ir import Graph
@@ -56,8 +56,11 @@ class Plan(PlanRecord):
                 raise PlannerError(
                     "the plan does not hold its graph, so that it cannot be written: only the plan can (graph=None)"
                 )
+            for file in (path, graph):
+                check_writable(file, suffix=".json")
             write_graph(self.source, graph)
             plan = name_graph(self, path, graph)
+        check_writable(path, suffix=".json")
         write_plan(plan, path)
 
     @staticmethod

@@ -44,7 +44,8 @@ class EarlierGradients:
             raise BudgetError(
                 f"gradients of an earlier step ({format_bytes(there)}) are in memory when the {which_pass} pass begins, which "
                 f"would take {format_bytes(peak)} with them, over the budget of {format_bytes(self.budget_bytes)}: free them "
-                "before the step (optimizer.zero_grad(), with set_to_none=True), or plan with accumulate=True, which counts them"
+                "before the step (model.zero_grad(), or zero_grad() of all optimizers, with set_to_none=True), or plan with "
+                "accumulate=True, which counts them"
             )
         self._most_bytes[which_pass] = max(self._most_bytes[which_pass], beside)
         return beside

@@ -8,11 +8,11 @@ Before, a budget travelled as text, and an allowed overhead as the text ``overhe
 says now what it is, and what cannot be read is refused before anything is traced.
 """
 
-import math
 from dataclasses import dataclass
+from numbers import Integral
 
 from graphs.errors import BudgetError
-from graphs.units import LARGEST_FRACTION, UNLIMITED_BYTES, parse_budget, parse_fraction
+from graphs.units import UNLIMITED_BYTES, parse_budget, parse_fraction
 
 _WRITTEN = "'8GB', '7.5GiB', '60%'"
 
@@ -82,9 +82,10 @@ def read_budget(budget: str | float | Budget) -> Budget:
             return Auto()
         size_bytes = parse_budget(budget, peak_bytes=UNLIMITED_BYTES)  # raises if it cannot be read
         return Share(float(budget.strip()[:-1])) if budget.strip().endswith("%") else Bytes(size_bytes)
-    if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1:
-        return Bytes(min(budget, UNLIMITED_BYTES))
-    if type(budget) is not float:
+    number: object = budget
+    if isinstance(number, Integral) and type(budget) is not bool and int(number) >= 1:  # of NumPy too
+        return Bytes(min(int(number), UNLIMITED_BYTES))
+    if not isinstance(budget, float):
         raise BudgetError(f"budget is {budget!r}: must be whole bytes, above 0, or text such as {_WRITTEN} or 'auto'")
     if not 0 < budget <= 1:
         raise BudgetError(
@@ -98,7 +99,7 @@ def read_budget_or_overhead(budget: str | float | Budget | None, max_overhead: s
     """Return the budget (``read_budget``), or the least memory at `max_overhead` (0.1 or ``10%``).
 
     Raises:
-        BudgetError: both are given or neither is, the budget cannot be read, or the overhead is no fraction from 0 to 1000.
+        BudgetError: both are given or neither is, the budget cannot be read, or the overhead is no fraction and no percentage.
     """
     if (budget is None) == (max_overhead is None):
         given = "neither" if budget is None else f"both (budget={budget!r}, max_overhead={max_overhead!r})"
@@ -109,12 +110,9 @@ def read_budget_or_overhead(budget: str | float | Budget | None, max_overhead: s
     if budget is not None:
         return read_budget(budget)
     try:
-        share = parse_fraction(max_overhead) if isinstance(max_overhead, str) else float(max_overhead or 0)
-    except (BudgetError, TypeError, ValueError):
-        share = math.nan
-    if isinstance(max_overhead, bool) or not 0 <= share <= LARGEST_FRACTION:
+        return Overhead(parse_fraction(str(max_overhead)))
+    except BudgetError:
         raise BudgetError(
-            f"max_overhead is {max_overhead!r}: must be a fraction of the step time, from 0 to {LARGEST_FRACTION:.0f}: write "
-            "'10%' or 0.1"
-        )
-    return Overhead(share)
+            f"max_overhead is {max_overhead!r}: must be a fraction of the step time, from 0 to 1, or a percentage: write '10%' "
+            "or 0.1"
+        ) from None

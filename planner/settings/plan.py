@@ -43,6 +43,12 @@ def check_positive(what: str, value: object, unit: str) -> None:
         raise UsageError(f"{what} is {value!r}: must be {unit}, above 0")
 
 
+def check_count(what: str, value: object, least: int) -> None:
+    """Raise a UsageError unless `value`, which is for `what`, is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{what} is {value!r}: must be at least {least}, a whole number")
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """The quality that a plan must have before ``planner.compile`` returns; it fits in any case.
@@ -143,8 +149,7 @@ class PlanSettings:
     swap: str = "exact"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.passes, int) or self.passes < 1:
-            raise UsageError(f"passes is {self.passes!r}: must be at least 1")
+        check_count("passes", self.passes, 1)
         if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
             raise UsageError(f"unknown optimizer {self.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
         if self.roofline is not None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 
@@ -40,7 +40,7 @@ def advise(
     loss_fn: LossFn | None,
     batch: Batch,
     *,
-    optimizer: str | torch.optim.Optimizer = "none",
+    optimizer: str | torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = "none",
     accumulate: bool = False,
     roofline: str | None = None,
     passes: int = 5,
@@ -137,7 +137,7 @@ def curve(
         True
     """
     check_is_graph(graph)
-    if isinstance(budgets, str):
+    if isinstance(budgets, str) or not isinstance(budgets, int | Iterable):
         raise BudgetError(f"budgets is {budgets!r}: must be how many, or a list of budgets, [{budgets!r}]")
     check_positive("time limit", time_limit_s, "seconds")
     settings = StudySettings(

@@ -147,6 +147,7 @@ from torch._guards import (
 )
 from torch._inductor import config as inductor_config  # random numbers as eager PyTorch draws them, to compare with
 from torch.autograd.graph import GradientEdge
+from torch.utils._device import _device_constructors  # what makes tensors where ``with torch.device(...)`` says
 
 from graphs.errors import PlannerError
 from graphs.short_tracebacks import hide_frames
@@ -559,6 +560,9 @@ def is_compiling_forbidden() -> bool:
 def _would_skip() -> bool:
     """Return True if Dynamo would not capture a function that is called now, nor ever again."""
     return bool(dynamo_config.disable or torch._C._len_torch_dispatch_stack())
+
+
+DEVICE_CONSTRUCTORS = tuple(_device_constructors())
 
 
 def capture_later() -> AbstractContextManager[object]:

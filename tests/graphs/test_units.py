@@ -50,6 +50,7 @@ def test_budgets_are_parsed(text: str, size_bytes: int) -> None:
         ("-8GB", "is not an amount of memory"),
         ("8GB9", "is not an amount of memory"),
         ("nan%", "is not an amount of memory"),
+        ("1,5GB", "60%, with a decimal point in place of the comma"),
         ("8GBit", "unknown unit 'GBit'"),
         ("8G", "unknown unit 'G'"),
         ("0GB", "at least one byte"),
@@ -116,7 +117,9 @@ def test_durations_are_parsed(text: str, time_s: float) -> None:
     assert argument_types.parse_duration(text) == time_s
 
 
-@pytest.mark.parametrize(("text", "value"), [("0.1%", 0.001), ("0.001", 0.001), ("0", 0.0), ("5 %", 0.05), ("1e-3", 0.001)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("0.1%", 0.001), ("0.001", 0.001), ("0", 0.0), ("5 %", 0.05), ("1e-3", 0.001), ("1", 1.0), ("500%", 5.0)]
+)
 def test_fractions_are_parsed(text: str, value: float) -> None:
     assert argument_types.parse_fraction_argument(text) == pytest.approx(value, rel=1e-12)
 
@@ -125,7 +128,7 @@ def test_fractions_are_parsed(text: str, value: float) -> None:
     ("read", "text"),
     [
         *((argument_types.parse_duration, text) for text in ("", "0", "-1", "1d", "10 parsecs", "inf", "nan", "9" * 400)),
-        *((argument_types.parse_fraction_argument, text) for text in ("", "%", "-1%", "nan", "inf", "a", "1%%")),
+        *((argument_types.parse_fraction_argument, text) for text in ("", "%", "-1%", "nan", "inf", "a", "1%%", "10")),
         *((argument_types.count, text) for text in ("", "0", "-1", "1.5", "a", "9999999", "\u00b2")),
         *((argument_types.parse_seed, text) for text in ("", "-1", "1.5", "a", str(2**63))),
         *((argument_types.model, text) for text in ("gpt2", "zoo:", "a.py", "zoo:gpt2,", "zoo:gpt2,layers", "zoo:a,b=1,b=2")),

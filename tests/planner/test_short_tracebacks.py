@@ -24,6 +24,14 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
 
 
+def compile_without_time() -> None:
+    planner.compile(net(), F.mse_loss, (X, Y), budget="1MB", time_limit_s=0)  # which a dataclass refuses
+
+
+def report_before_the_block() -> None:
+    planner.rematerialize("1GB").report("page.html")
+
+
 def compile_too_little() -> None:
     planner.compile(net(), F.mse_loss, (X, Y), budget=3000, **QUICK)
 
@@ -68,6 +76,8 @@ def load_nothing() -> None:
 @pytest.mark.parametrize(
     "call",
     [
+        compile_without_time,
+        report_before_the_block,
         compile_too_little,
         solve_too_little,
         trace_wrong,
@@ -84,12 +94,35 @@ def test_errors_are_raised_at_the_public_call(call: Callable[[], None]) -> None:
     with pytest.raises(PlannerError) as raised:
         call()
     frames = traceback.extract_tb(raised.value.__traceback__)
-    assert len(frames) <= 3  # a call of a module passes through PyTorch
+    assert len(frames) <= 3 and "<string>" not in [
+        frame.filename for frame in frames
+    ]  # a call of a module passes through PyTorch
     assert [frame.filename for frame in frames if Path(frame.filename).is_relative_to(ROOT)] == []
     assert "Traceback (most recent call last)" in raised.value.full_traceback
     assert raised.value.full_traceback.count("\n  File") > 2
     shown = "".join(traceback.format_exception(raised.value))
     assert shown.count("Traceback (most recent call last)") == 1
+
+
+def test_arguments_that_a_function_does_not_take_are_named_with_those_that_it_does() -> None:
+    with pytest.raises(
+        UsageError, match=r"compile\(model, loss_fn, batch\): too many positional arguments; options are"
+    ) as raised:
+        planner.compile(net(), F.mse_loss, X, Y, budget="1MB", **QUICK)  # type: ignore[call-arg, arg-type]
+    assert len(traceback.extract_tb(raised.value.__traceback__)) == 1
+    with pytest.raises(UsageError, match=r"planner\.checkpoint\(model, budget=\.\.\.\): missing a required argument: 'budget'"):
+        planner.checkpoint(net())  # type: ignore[call-arg]
+
+
+def test_arguments_that_a_model_does_not_take_are_refused_as_by_eager_pytorch(capfd: pytest.CaptureFixture[str]) -> None:
+    torch._dynamo.reset()
+    model = planner.checkpoint(net(), budget="100%")
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'input'") as raised:
+        model()
+    assert [f for f in traceback.extract_tb(raised.value.__traceback__) if Path(f.filename).is_relative_to(ROOT)] == []
+    with pytest.raises(TraceError, match="an op of the model fails on this batch"):
+        model(X[:, :3])
+    assert capfd.readouterr().err == ""  # no log of fake kernels
 
 
 def test_errors_in_the_backend_have_no_frames_of_ours() -> None:
@@ -142,6 +175,13 @@ def test_errors_of_the_users_model_have_its_line_and_no_frames_of_ours(train: Ca
     assert any(frame.name == "forward" and frame.filename == __file__ for frame in frames)
     assert len(frames) <= 9 and not any("_dynamo" in frame.filename for frame in frames)
     assert str(ROOT) in raised.value.full_traceback
+
+
+def test_an_op_of_the_loss_function_has_no_frames_of_ours() -> None:
+    batch = X, torch.full((8,), 9)
+    with pytest.raises(IndexError, match="Target 9 is out of bounds") as raised, pytest.warns(match="measured alone"):
+        planner.compile(net(), F.cross_entropy, batch, budget="1MB", **QUICK)
+    assert [frame.filename for frame in traceback.extract_tb(raised.value.__traceback__)] == [__file__]
 
 
 def test_an_op_that_fails_on_the_batch_under_checkpoint_is_named_in_one_line() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 # Nearest first; further away are data sets and loops, which a step does not change.
 _MOST_OBJECTS = 50_000
@@ -33,6 +34,7 @@ class PythonState:
         self.iterators: list[Iterator[object]] = []
         self._contents: dict[int, Any] = {}  # copies of containers, by their ids
         self._variables: list[tuple[Callable[[object], None], object]] = []  # cells and globals: how to set them
+        self._classes: list[tuple[Any, type]] = []  # which parametrizations replace
         self._seen: dict[int, Any] = {}  # referenced, so that no other object gets the same id
         waiting = deque(roots)
         while waiting and len(self._seen) < _MOST_OBJECTS:
@@ -53,6 +55,9 @@ class PythonState:
             _restore_items(self._seen[place], before)
         for write, before in self._variables:
             write(before)
+        for found, kind in self._classes:
+            if type(found) is not kind:
+                found.__class__ = kind
 
     def keep_first_call(self, after_first: "PythonState", made: Collection[str] = ()) -> bool:
         """Restore what has changed since `after_first` too, and keep what has changed between the snapshots only.
@@ -63,7 +68,7 @@ class PythonState:
         Returns:
             True if anything was kept.
         """
-        kept = False
+        kept = any(type(found) is not kind for found, kind in self._classes)
         for place, before in self._contents.items():
             found = self._seen[place]
             first = after_first._contents.get(place, before)
@@ -119,6 +124,8 @@ class PythonState:
             case nn.Module() | object(__dict__=dict()):
                 own = is_own(type(found).__module__)
                 if own or isinstance(found, nn.Module):
+                    if not isinstance(found, LazyModuleMixin):  # which is another class for good once it has run
+                        self._classes.append((found, type(found)))
                     yield vars(found)
                 if own:  # a method may name a global
                     yield from (value for value in vars(type(found)).values() if isinstance(value, FunctionType))

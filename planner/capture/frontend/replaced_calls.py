@@ -4,7 +4,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import count, groupby
-from typing import Any
+from typing import Any, cast
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 from planner.capture.frontend.host_functions import assign_in_step, averages_all, normalize_by_average
 from planner.capture.frontend.saved_tensors import enter_hooks, exit_hooks, init_hooks
@@ -20,6 +23,22 @@ def ignore_context(*_: object, **__: object) -> AbstractContextManager[None]:
 def _iterate(modules: Any) -> Any:
     """Iterate over the modules that a module holds by an iterator that a graph break can pass on."""
     return iter(tuple(modules._modules.values()))
+
+
+class OnDevice(TorchFunctionMode):
+    """What ``with torch.device(...)`` does, written so that Dynamo follows it: tensors that name no device are made on this."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function."""
+        del types
+        given = kwargs or {}
+        if any(func is each for each in private.DEVICE_CONSTRUCTORS) and given.get("device") is None:
+            given = {**given, "device": self.device}
+        return func(*args, **given)
 
 
 # By the names of what is called, so that no library is imported for them.
@@ -47,6 +66,7 @@ def replace_calls_where(wanted: Callable[[Any], bool], stack: ExitStack) -> None
     for kind in (private.SkipFunctionVariable, private.UserDefinedClassVariable):
         stack.enter_context(wrap(kind, "call_function", partial(_call_other, wanted)))
     stack.enter_context(wrap(private.ItertoolsVariable, "call_function", partial(_name_key, wanted)))
+    stack.enter_context(wrap(private.InstructionTranslatorBase, "setup_or_before_with", partial(_enter_device, wanted)))
     inline = "inline_user_function_return"
     stack.enter_context(wrap(private.InstructionTranslatorBase, inline, partial(_inline_other, wanted)))
 
@@ -56,6 +76,14 @@ def _call_other(wanted: Callable[[Any], bool], call: Any, called: Any, tx: Any, 
     if other is None or not wanted(tx):
         return call(called, tx, args, kwargs)
     return private.UserFunctionVariable(other).call_function(tx, args, kwargs)
+
+
+def _enter_device(wanted: Callable[[Any], bool], enter: Any, tx: Any, instruction: Any) -> None:
+    """Enter a device, which is a context too, as a mode that Dynamo follows."""
+    context = tx.stack[-1]
+    if context.is_python_constant() and isinstance(context.as_python_constant(), torch.device) and wanted(tx):
+        tx.stack[-1] = private.UserFunctionVariable(cast(Any, _make_mode)).call_function(tx, [context], {})
+    enter(tx, instruction)
 
 
 def _name_key(wanted: Callable[[Any], bool], call: Any, called: Any, tx: Any, args: Any, kwargs: Any) -> Any:

@@ -94,6 +94,7 @@ def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = Fa
             ``(model, loss_fn, batch)``.
         UsageError: an option that is unknown, missing or of the wrong type; no such model of the zoo.
     """
+    path = find_file(spec)
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -104,17 +105,24 @@ def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = Fa
             from planner.capture.workload.fake_build import build_on_fakes
 
             stack.enter_context(build_on_fakes(as_on_cuda=as_on_cuda))
-        if spec.source == ZOO_SOURCE:
+        if path is None:
             workload = build(spec.function, **parse_options(get_factory(spec.function), spec, spec.function))
         else:
-            workload = _build_from_file(spec)
+            with _add_to_path(path):
+                workload = _call_function(path, spec)
         return workload if fake else _move_to_device(workload, device)
 
 
-def _build_from_file(spec: ModelSpec) -> Workload:
+def find_file(spec: ModelSpec) -> Path | None:
+    """Return the file that `spec` names, None for the zoo; raise a ModelError if there is no such file. Never imports torch."""
+    if spec.source == ZOO_SOURCE:
+        return None
     path = Path(spec.source)
-    with _add_to_path(path):
-        return _call_function(path, spec)
+    if not path.is_file():
+        raise ModelError(
+            f"{path} is {'a folder' if path.is_dir() else 'not there'}: name a Python file, path/to/file.py:function"
+        )
+    return path
 
 
 def _call_function(path: Path, spec: ModelSpec) -> Workload:
@@ -148,10 +156,6 @@ def _add_to_path(path: Path) -> Iterator[None]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ModelError(
-            f"{path} is {'a folder' if path.is_dir() else 'not there'}: name a Python file, path/to/file.py:function"
-        )
     # A unique name: the user's file may be named like a package.
     name = f"_planner_model_{re.sub(r'[^0-9a-zA-Z_]', '_', path.stem)}"
     file_spec = importlib.util.spec_from_file_location(name, path)

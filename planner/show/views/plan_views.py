@@ -7,7 +7,7 @@ from markupsafe import escape
 
 from graphs.errors import PlannerError
 from graphs.escape import escape_lines, escape_text
-from graphs.ir import Graph
+from graphs.ir import Graph, check_is_graph
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.plans.plan_check import apply_plan_options
 from planner.plans.record import PlanRecord
@@ -94,4 +94,5 @@ def _build_timeline(plan: PlanRecord, graph: Graph | None, method: str) -> Timel
             f"the plan does not hold its graph, which this needs: call plan.{method}(graph=...) with what it was solved for, or "
             "load it with Plan.load where the graph's file is beside it"
         )
+    check_is_graph(found)
     return Timeline(apply_plan_options(found, plan), plan)

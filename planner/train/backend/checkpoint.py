@@ -19,6 +19,7 @@ from planner.progress import OnProgress
 from planner.settings.budget import read_budget
 from planner.settings.plan import Wait, select_settings
 from planner.torch_private import capture as private
+from planner.torch_private.core import silence_fakes
 from planner.train.backend import backend
 from planner.train.backend.model_calls import call_model
 from planner.train.backend.settings import parse_backend_options
@@ -143,7 +144,7 @@ def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return model._call_impl(*args, **kwargs)
         try:
-            with settings, private.capture_later():
+            with settings, private.capture_later(), silence_fakes():
                 return call_model(model, planned, args, kwargs)
         except private.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, PlannerError):

@@ -31,7 +31,7 @@ def compile(  # noqa: A001
     *,
     budget: str | float | None = None,
     max_overhead: str | float | None = None,
-    optimizer: str | torch.optim.Optimizer | MeasuredOptimizer = "none",
+    optimizer: str | torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MeasuredOptimizer = "none",
     accumulate: bool = False,
     solver: str = "windows",
     tolerance: float | Tolerance = WIDENING,
@@ -74,8 +74,8 @@ def compile(  # noqa: A001
             ``60%`` or 0.6 of the predicted peak of plain eager PyTorch; or ``auto`` for what the device has free.
         max_overhead: in place of a budget: plan the least memory at which the step takes at most this much longer than keeping
             everything, as 0.1 or ``10%``. Not with ``kernels="inductor"``.
-        optimizer: the optimizer, whose state is counted in memory: any, made from parameters of the model; or ``none``, ``sgd``,
-            ``momentum`` or ``adamw``.
+        optimizer: the optimizer, whose state is counted in memory: any, made from parameters of the model, or a list of them; or
+            ``none``, ``sgd``, ``momentum`` or ``adamw``.
         accumulate: True if gradients of earlier batches are in memory when a step begins (gradient accumulation).
         solver, tolerance, time_limit_s, reorder: as in ``planner.solve``.
         passes: number of times that each distinct op is timed.

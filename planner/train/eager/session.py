@@ -1,5 +1,6 @@
 """``planner.rematerialize``: a block in which PyTorch code of any kind runs within a memory budget."""
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Self
 
 import torch
 
-from graphs.errors import BudgetError, PlannerError, UsageError
+from graphs.errors import BudgetError, PlannerError, UsageError, first_line
 from graphs.io.formats import write_graph
 from graphs.short_tracebacks import shorten, shorten_traceback, show_as_eager
 from graphs.units import format_bytes, format_enough, format_seconds
@@ -87,13 +88,16 @@ def rematerialize(
         >>> with planner.rematerialize(budget="1GB") as session:
         ...     loss_fn(model(x), y).backward()
     """
-    if not max_recomputation > 0:
+    if not (isinstance(max_recomputation, int | float) and max_recomputation > 0):
         raise UsageError(f"max_recomputation is {max_recomputation!r}: must be above 0, such as 10 for ten times the step's ops")
     if heuristic not in NAMES:
         raise UsageError(f"unknown heuristic {heuristic!r}: choose from {', '.join(NAMES)}")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.empty(0, device=device).device  # with its index
+    try:
+        device = torch.empty(0, device=device).device  # with its index
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise UsageError(f"device is {device!r}: must be one that PyTorch finds, such as 'cpu' ({first_line(error)})") from None
     counted = choose_memory_on(device.type, CountedMemory.of(memory))
     wanted = read_budget(budget)
     if isinstance(wanted, Share):
@@ -156,6 +160,7 @@ class Rematerialization:
             block.enter_context(recorder.module)
             block.enter_context(recording.enter())
             self._block = block.pop_all()
+        atexit.register(self._block.close)  # if nothing leaves it, such as a suspended generator: Python tears modules down then
         ACTIVE.session = self
         return self
 
@@ -163,6 +168,7 @@ class Rematerialization:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop recording. Saved tensors that are still evicted are recomputed when a backward pass reads them."""
         ACTIVE.session = None
+        atexit.unregister(self._block.close)
         if isinstance(error, BudgetError):
             error.add_note(self._build_advice())
         self._block.__exit__(kind, error, trace)
@@ -250,6 +256,7 @@ class Rematerialization:
             recorder.follower.end()
         self.plans.wait(seconds)
 
+    @shorten_traceback
     def least_budget(self) -> int:
         """Return a budget in bytes that is enough for the longest step so far: the least of a few with which it was replayed.
 
@@ -261,6 +268,7 @@ class Rematerialization:
         """
         return max(self._find_enough_bytes(self._get_longest_step()), self._entered.memory.between_peak_bytes)
 
+    @shorten_traceback
     def save_graph(self, path: str | os.PathLike[str]) -> None:
         """Write the longest step so far as a graph, which ``planner solve`` and ``planner compare`` take.
 
@@ -269,6 +277,7 @@ class Rematerialization:
         """
         write_graph(self._get_longest_step().graph, path)
 
+    @shorten_traceback
     def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> None:
         """Write the report page of the longest step so far to `path`, and its Chrome trace to `trace`: docs/report.md.
 
@@ -309,8 +318,17 @@ class Rematerialization:
             raise UsageError("no step has ended yet: run a forward and a backward pass inside the block first")
         return step
 
+    def __repr__(self) -> str:
+        if self._recorder is None:
+            return "Rematerialization(not entered yet)"
+        memory = self._recorder.memory
+        budget, peak = format_bytes(memory.budget_bytes), format_bytes(memory.peak_bytes)
+        return f"Rematerialization(budget {budget}, peak {peak}, {memory.evictions} evictions)"
+
     def __str__(self) -> str:
-        recorder = self._entered
+        if self._recorder is None:
+            return repr(self)
+        recorder = self._recorder
         memory, again = recorder.memory, recorder.recomputation
         first = format_seconds(memory.clock_s - again.seconds)
         lines = [

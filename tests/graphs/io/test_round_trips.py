@@ -124,7 +124,7 @@ def test_unwritable_paths_raise(graph: Graph, tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
 def test_folder_without_permission_raises(graph: Graph, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(OutputError, match="permission denied"):
+    with pytest.raises(OutputError, match="Permission denied"):
         write_graph(graph, tmp_path / "graph.json")
     tmp_path.chmod(0o700)
 

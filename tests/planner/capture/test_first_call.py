@@ -3,12 +3,14 @@
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 import planner
 from benchmarks.models.parts import FunctionModule
@@ -52,6 +54,32 @@ def vectors(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_hooks_and_caches_of_the_first_call_are_made_before_the_capture() -> None:
     check_trains_as_eager(Hooked, F.mse_loss, vectors)
+
+
+class Normed(nn.Module):
+    """Normalizes a weight in its first call, which makes its layer one of another class; may refuse to be captured."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        super().__init__()
+        self.layers, self.refuses = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), refuses
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not parametrize.is_parametrized(self.layers[0]):
+            parametrizations.weight_norm(self.layers[0])
+        with LOCK if self.refuses else nullcontext():
+            return self.layers(x)
+
+
+def test_a_layer_that_the_first_call_makes_another_class_is_captured_as_such() -> None:
+    model = Normed()
+    step = planner.compile(model, F.mse_loss, vectors(0), budget="100%", passes=1, compare_eager=False)
+    assert parametrize.is_parametrized(model.layers[0], "weight")
+    assert torch.equal(step(*vectors(1)), F.mse_loss(model(vectors(1)[0]), vectors(1)[1]))
+    model = Normed(refuses=True)
+    with pytest.raises(TraceError, match="lock"):
+        planner.trace(model, F.mse_loss, vectors(0), passes=1)
+    assert type(model.layers[0]) is nn.Linear
+    assert model(vectors(0)[0]).shape == (96, 16)
 
 
 def test_planning_makes_the_first_call_and_restores_tensors_and_random_states() -> None:

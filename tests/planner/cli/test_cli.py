@@ -81,12 +81,12 @@ def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         assert len(call(capsys, name, "--help").out.splitlines()) <= 60, name
 
 
-def imported_by(*arguments: object) -> set[str]:
+def imported_by(*arguments: object, ends: int = 0) -> set[str]:
     code = (
         "import sys; from planner.cli.main import main; c = main(sys.argv[1:]); print(*sys.modules, file=sys.stderr); sys.exit(c)"
     )
     ended = run_python("-c", code, *arguments)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == ends, ended.stderr
     return set(ended.stderr.split())
 
 
@@ -108,6 +108,15 @@ def test_commands_without_a_model_do_not_import_torch(arguments: list[str], grap
     assert not {"torch", "pandas", "matplotlib"} & modules
     if "--help" in arguments or "--version" in arguments:
         assert not {"numpy", "scipy", "highspy", "rich"} & modules
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["advise"], *slow(["trace", "-o", "x.json"], ["max-batch", "--budget", "8GB", "--roofline", "h200"], ["doctor"])],
+    ids=" ".join,
+)
+def test_a_missing_file_is_refused_before_torch_is_imported(arguments: list[str]) -> None:
+    assert "torch" not in imported_by(*arguments, "none.py:build", ends=1)
 
 
 def test_the_installed_command_is_the_module() -> None:

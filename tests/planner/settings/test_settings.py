@@ -9,6 +9,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -235,7 +236,12 @@ def test_budgets_come_to_bytes(budget: str | int, size_bytes: int) -> None:
 
 def test_a_float_is_a_share(graph: Graph) -> None:
     assert planner.solve(graph, 0.6).budget_bytes == planner.solve(graph, "60%").budget_bytes
-    assert [read_budget(budget) for budget in (1.0, 0.125, 8, "8GB")] == [Share(100), Share(12.5), Bytes(8), Bytes(8 * 10**9)]
+    assert [read_budget(budget) for budget in (1.0, np.float64(0.125), np.int64(8), "8GB")] == [
+        Share(100),
+        Share(12.5),
+        Bytes(8),
+        Bytes(8 * 10**9),
+    ]
     assert [str(Share(percent)) for percent in (60.0, 12.5, 33.3)] == ["60%", "12.5%", "33.3%"]
 
 
@@ -257,7 +263,7 @@ def test_overheads_are_parsed(given: str | float, share: float) -> None:
     assert read_budget_or_overhead(None, given) == Overhead(share)
 
 
-@pytest.mark.parametrize("given", ["ten", "-1%", -0.1, float("nan"), float("inf"), True, "", "8GB", object()])
+@pytest.mark.parametrize("given", ["ten", "-1%", -0.1, float("nan"), float("inf"), True, "", "8GB", object(), 10, "2.5"])
 def test_other_overheads_raise(given: Any) -> None:
     with pytest.raises(BudgetError, match=r"max_overhead is .*: must be a fraction of the step time"):
         read_budget_or_overhead(None, given)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import planner
-from graphs.errors import MismatchError, PlannerError
+from graphs.errors import MismatchError, OutputError, PlannerError
 from graphs.io.formats import write_graph
 from graphs.ir import Graph
 from graphs.schedule import Schedule, keep_everything
@@ -64,6 +64,14 @@ def test_a_plan_finds_its_graph_again(plan: Plan, tmp_path: Path) -> None:
     assert "svg" in parsed(loaded._repr_html_()).tags
     (tmp_path / "model.json").unlink()
     assert Plan.load(tmp_path / "renamed.json").source is None
+
+
+@pytest.mark.parametrize("other", ["/proc/plan.json", "plan.html", "none/plan.json"])
+def test_nothing_is_written_where_one_file_cannot_be(other: str, plan: Plan, tmp_path: Path) -> None:
+    for names in ((tmp_path / other, tmp_path / "model.json"), (tmp_path / "plan.json", tmp_path / other)):
+        with pytest.raises(OutputError, match=r"cannot be written|ends with \.html"):
+            plan.save(names[0], graph=names[1])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plan_without_its_graph(plan: Plan, graph: Graph, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -282,7 +283,8 @@ def test_optimizers_of_other_libraries_are_measured(make: Any, copies: int) -> N
 
 def test_what_is_no_optimizer_is_refused() -> None:
     batch = torch.randn(3, 6), torch.randn(3, 4)
-    for wrong in (optim.AdamW, 3, None):
+    wrapper = SimpleNamespace(param_groups=optim.AdamW(network().parameters()).param_groups)
+    for wrong in (optim.AdamW, 3, None, wrapper, []):
         for call in (planner.trace, planner.advise, partial(planner.compile, budget="100%")):
             with pytest.raises(UsageError, match="must be the optimizer itself, made from the model's parameters, or one of"):
                 call(network(), F.mse_loss, batch, optimizer=wrong)
@@ -322,6 +324,20 @@ def test_the_state_is_static_memory_of_the_plan(*, wrapped: bool) -> None:
         optimizer.zero_grad()
     without = capture(model, F.mse_loss, batch).graph.static_bytes
     assert step.plan.graph.static_bytes - without == sum(real_sizes(optimizer))
+
+
+def test_several_optimizers_of_a_model_are_given_as_a_list() -> None:
+    model, batch = network(), (torch.randn(3, 6), torch.randn(3, 4))
+    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is is_matrix] for is_matrix in (True, False))
+    several = [optim.Muon(matrices), optim.AdamW(rest)]
+    step = planner.compile(model, F.mse_loss, batch, budget="100%", optimizer=several, passes=1)
+    for _ in range(2):
+        step(*batch).backward()
+        for optimizer in several:
+            optimizer.step()
+            optimizer.zero_grad()
+    without = capture(model, F.mse_loss, batch).graph.static_bytes
+    assert step.plan.graph.static_bytes - without == sum(size for optimizer in several for size in real_sizes(optimizer))
 
 
 def test_a_graph_keeps_the_measured_memory() -> None:

@@ -4,6 +4,7 @@ import gc
 import io
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -129,9 +130,27 @@ def test_an_array_that_is_changed_in_place_is_read_anew_and_another_is_refused()
         step(inputs, targets)
 
 
-def test_an_array_in_the_batch_is_refused_with_a_way_out() -> None:
-    with pytest.raises(TraceError, match=r"input 0 is a numpy.ndarray, .*: pass a tensor \(torch.as_tensor\)"):
-        planner.trace(Between(lambda _, x: x), F.mse_loss, (TABLE, batch_of(0)[1]))
+@dataclass
+class Held:
+    """An input that torch does not take apart."""
+
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda: TABLE, r"input 0 is a numpy.ndarray, .*: pass a tensor \(torch.as_tensor\)"),
+        (
+            lambda: Held(batch_of(0)[0]),
+            r"input 0 is a Held, .*, register the class .* \(torch.export.register_dataclass\(Held\)",
+        ),
+        (lambda: adjacency(torch.sparse_coo), "input 0 is a sparse tensor, .*: give a matrix that does not change to the model"),
+    ],
+)
+def test_inputs_that_no_step_takes_are_refused_with_a_way_out(given: Callable[[], object], said: str) -> None:
+    with pytest.raises(TraceError, match=said):
+        planner.trace(Between(lambda _, x: x), F.mse_loss, (given(), batch_of(0)[1]))
 
 
 def halves() -> dict[str, torch.Tensor]:
@@ -489,11 +508,6 @@ def test_a_sparse_input_is_carried_where_something_was_captured_before_the_backe
     run_apart(plan_around_a_sparse_input_after_a_capture)
 
 
-def test_a_sparse_batch_is_refused_with_a_way_out() -> None:
-    with pytest.raises(TraceError, match=r"input 0 is a sparse tensor, .*: give a matrix that does not change to the model"):
-        planner.trace(Between(lambda _, x: x), F.mse_loss, (adjacency(torch.sparse_coo), batch_of(0)[1]))
-
-
 class Doubled(torch.autograd.Function):
     """Reads what it saves twice."""
 
@@ -569,8 +583,16 @@ def square_in_a_mode(_: Any, x: torch.Tensor) -> torch.Tensor:
         return x.square()
 
 
-def test_a_mode_is_entered_in_the_step() -> None:
-    check_trains_as_eager(lambda: Between(square_in_a_mode), F.mse_loss, batch_of)
+def shift_on_a_device(_: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.device(x.device), torch.device("meta"):
+        shape = torch.empty(32)
+        with x.device:
+            return (x + torch.arange(32) + shape.numel()).square()
+
+
+@pytest.mark.parametrize("call", [square_in_a_mode, shift_on_a_device])
+def test_a_mode_is_entered_in_the_step(call: Callable[..., torch.Tensor]) -> None:
+    check_trains_as_eager(lambda: Between(call), F.mse_loss, batch_of)
 
 
 def keep_elsewhere(model: Any, x: torch.Tensor) -> torch.Tensor:

@@ -111,6 +111,15 @@ def test_arguments_of_a_wrong_type_raise(tmp_path: Path) -> None:
         "input 0 of the batch is on meta, but the step was planned for cpu: move it": lambda: step(X.to("meta"), Y),
         "input 1 of the batch is on meta, but": lambda: step(X, Y[:3].to("meta")),
         "budgets is '80%': must be how many": lambda: planner.curve(graph, "80%"),
+        "budgets is 0.5: must be how many": lambda: planner.curve(graph, 0.5),
+        "repeats is 0: must be at least 1": lambda: planner.run(plan, model(), F.mse_loss, (X, Y), repeats=0),
+        "seed is 'a': must be at least 0, a whole number": lambda: planner.run(plan, model(), F.mse_loss, (X, Y), seed="a"),
+        "arena is 'no': must be one of True, False, None": lambda: planner.run(plan, model(), F.mse_loss, (X, Y), arena="no"),
+        "device is 'gpu': must be one that PyTorch finds": lambda: planner.rematerialize("1GB", device="gpu"),
+        "max_recomputation is '2x': must be above 0": lambda: planner.rematerialize("1GB", max_recomputation="2x"),
+        "the graph is 'model.json': must be one that": lambda: plan.plot("model.json"),
+        "the name of the file to write is None: must be text": lambda: plan.save(None),
+        "None: cannot be read": lambda: planner.Plan.load(None),
         "is a .html file: name one that ends with .html": lambda: compiled(model()).report(tmp_path / "page.pdf"),
     }
     for said, call in wrong.items():

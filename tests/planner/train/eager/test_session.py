@@ -21,6 +21,7 @@ from graphs.errors import BudgetError, UsageError
 from planner.train.eager import sizes
 from planner.train.eager.session import Rematerialization, rematerialize
 from solvers.online.heuristics import MEGENGINE, NAMES
+from tests.support.cli import run_python
 from tests.support.eager.chains import (
     Failing,
     FailingWrites,
@@ -1036,9 +1037,18 @@ def test_session_report_lists_evictions_and_recomputed_ops() -> None:
     assert sum(count for count, _ in session.recomputed_by_module.values()) == session.recomputed_ops
 
 
-def test_the_report_before_the_block_raises() -> None:
+def test_a_block_that_was_not_entered_has_no_numbers() -> None:
+    session = rematerialize("1GB")
+    assert str(session) == repr(session) == "Rematerialization(not entered yet)"
     with pytest.raises(UsageError, match="not been entered"):
-        str(rematerialize("1GB"))
+        session.peak_bytes  # noqa: B018
+    with session:
+        assert repr(session).startswith("Rematerialization(budget 1.00 GB, peak ")
+
+
+def test_a_block_that_nothing_leaves_ends_with_the_process() -> None:
+    ended = run_python("-c", "import torch, planner; planner.rematerialize('1GB').__enter__(); torch.ones(3).exp()")
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_budgets_of_reserved_memory_need_a_cuda_device() -> None:

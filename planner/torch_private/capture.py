@@ -364,12 +364,25 @@ def _run_configured(
 def follow_requires_grad_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
     """Make Dynamo return, from the frames that are `wanted`, results that depend on a tensor after its ``requires_grad_()``.
 
-    It breaks the graph before such a call. What it is afraid of is the tensor itself, which would be returned without being a
-    leaf of autograd, as would its views; losses have the history that their parameters give them (R1 penalties). The break is
-    not harmless: where a parameter is used before and after it, its gradients are added in another order.
+    Tensors may be made so, too (``torch.zeros(8, requires_grad=True)``). It breaks the graph before such a call. What it is
+    afraid of is the tensor itself, which would be returned without being a leaf of autograd, as would its views; losses have
+    the history that their parameters give them (R1 penalties). The break is not harmless: where a parameter is used before and
+    after it, its gradients are added in another order.
     """
     if FOLLOWS_REQUIRES_GRAD:
         wrap_for_good(OutputGraph, FOLLOWS_REQUIRES_GRAD, partial(_check_leaves, wanted))
+        wrap_for_good(TorchInGraphFunctionVariable, "call_function", partial(make_with_gradient, wanted=wanted))
+
+
+def make_with_gradient(
+    call: Any, function: Any, tx: Any, args: Any, kwargs: dict[str, Any], *, wanted: Callable[[Any], bool] = lambda _: True
+) -> Any:
+    """Capture a call that makes a tensor with ``requires_grad=True`` without it, in frames that are `wanted`; set it after."""
+    required = kwargs.get("requires_grad")
+    if required is None or isinstance(function.value, type) or not (required.is_python_constant() and wanted(tx)):
+        return call(function, tx, args, kwargs)
+    made = call(function, tx, args, {name: value for name, value in kwargs.items() if name != "requires_grad"})
+    return made.call_method(tx, "requires_grad_", [], {}) if required.as_python_constant() else made
 
 
 def _check_leaves(wanted: Callable[[Any], bool], check: Callable[..., None], output: Any, returned: list[Any], tx: Any) -> None:

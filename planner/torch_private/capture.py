@@ -237,7 +237,8 @@ def read_arguments_of_gradients() -> None:
     """Make Dynamo take every call of ``torch.autograd.grad`` that eager PyTorch takes.
 
     It knows lists of tensors only, where models pass ``weights.values()`` or ``model.parameters()``; and it checks the first
-    arguments only if they are not passed by name, and the others only if they are.
+    arguments only if they are not passed by name, and the others only if they are. Those that it would take wrongly break the
+    graph: gradients through a custom function's ``backward()``, which it captures without autograd.
     """
     names = tuple(signature(torch.autograd.grad).parameters)
     wrap_for_good(TorchInGraphFunctionVariable, "call_function", partial(_call_with_tuples, names))
@@ -250,7 +251,27 @@ def _call_with_tuples(names: Sequence[str], call: Any, function: Any, tx: Any, a
     for name in names[:3]:
         if name in given:
             given[name] = _make_tuple(tx, given[name].realize())
+    keeps_graph = given.get("create_graph")
+    if keeps_graph is not None and keeps_graph.as_python_constant() and _reads_custom_function(given["outputs"]):
+        unimplemented(
+            gb_type="torch.autograd.grad(create_graph=True) of what a custom autograd function computes",
+            context="",
+            explanation="Dynamo captures its backward() without the gradients of these gradients",
+            hints=[],
+        )
     return call(function, tx, [given.pop(name) for name in names[:2]], given)
+
+
+def _reads_custom_function(outputs: Any) -> bool:
+    """Return True if captured tensors are computed by a custom autograd function, or from its results."""
+    waiting = [proxy.node for proxy in pytree.tree_leaves(outputs.as_proxy())]
+    seen = set(waiting)
+    while waiting:
+        if (node := waiting.pop()).target is torch.ops.higher_order.autograd_function_apply:
+            return True
+        waiting += (new := {*node.all_input_nodes} - seen)
+        seen |= new
+    return False
 
 
 def follow_removed_hooks() -> None:

@@ -169,6 +169,31 @@ def test_gradients_inside_the_model_train_as_in_eager_mode(
     assert not counters["graph_break"]
 
 
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradients[0]
+
+
+def of_cubes(net: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_(True)
+    return grad(Cubed.apply(net(x)).sum(), x, create_graph=True)[0].square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:the model is captured as several graphs")
+@pytest.mark.parametrize("planned", [lambda model, budget: planner.compile(model, None, points(0), budget=budget), *EITHER])
+def test_gradients_of_gradients_of_a_custom_function_raise(planned: Callable[[nn.Module, str], Any]) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(PlannerError, match="a custom autograd function computes|gradients of a model that runs by its plan"):
+        planned(with_loss(of_cubes, network()), "100%")(*points(0)).backward()
+
+
 @pytest.mark.filterwarnings("ignore:the gradient of what .* is laid out otherwise")  # an expanded one, of the sum
 @pytest.mark.parametrize("planned", EITHER)
 def test_gradients_of_the_gradients_of_a_planned_model_raise(planned: Callable[[nn.Module, str], Any]) -> None:

@@ -55,6 +55,8 @@ _NOT_PLANNED = (
     "a graph of the model runs without a plan, and keeps what {} keeps: {}. The planned graphs of the step leave room "
     "for its tensors"
 )
+# Replayed views leave out some of those before a detach(): `return y, y.detach()` of a transposed tensor has other values then.
+_VIEWS = {"view_replay_for_aliased_outputs": False}
 BUDGETS: dict[int, SharedBudget] = {}  # by the id of a torch.compile call's backend object, as long as that exists
 
 
@@ -126,7 +128,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
 
     compiler = private.aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
     # As in training loops, backward() is called outside of autocast.
-    as_eager = private.functorch_config.patch(backward_pass_autocast="off")
+    as_eager = private.functorch_config.patch(backward_pass_autocast="off", **_VIEWS)
     with as_eager, keep_ops_as_eager(), keep_in_graphs(CHECKS), remove_saved_tensors_hooks(module):
         try:
             compiled: Callable[..., Any] = compiler(module, inputs)
@@ -190,7 +192,8 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    return _drop_missing_gradients(compiler(module, inputs), planned, budget, ())
+    with private.functorch_config.patch(**_VIEWS):
+        return _drop_missing_gradients(compiler(module, inputs), planned, budget, ())
 
 
 def _count_reads(node: fx.Node) -> int:

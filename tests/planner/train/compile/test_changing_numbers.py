@@ -3,8 +3,7 @@
 import itertools
 import math
 import warnings
-from collections import Counter
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from enum import Enum

@@ -55,8 +55,6 @@ _NOT_PLANNED = (
     "a graph of the model runs without a plan, and keeps what {} keeps: {}. The planned graphs of the step leave room "
     "for its tensors"
 )
-# Replayed views leave out some of those before a detach(): `return y, y.detach()` of a transposed tensor has other values then.
-_VIEWS = {"view_replay_for_aliased_outputs": False}
 BUDGETS: dict[int, SharedBudget] = {}  # by the id of a torch.compile call's backend object, as long as that exists
 
 
@@ -127,8 +125,9 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
         return planned[0].backward if planned else unplanned_graph.backward(inner, examples)
 
     compiler = private.aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
-    # As in training loops, backward() is called outside of autocast.
-    as_eager = private.functorch_config.patch(backward_pass_autocast="off", **_VIEWS)
+    # As in training loops, backward() is called outside of autocast. Replayed views leave out some of those before a detach():
+    # `return y, y.detach()` of a transposed tensor has other values then.
+    as_eager = private.functorch_config.patch(backward_pass_autocast="off", view_replay_for_aliased_outputs=False)
     with as_eager, keep_ops_as_eager(), keep_in_graphs(CHECKS), remove_saved_tensors_hooks(module):
         try:
             compiled: Callable[..., Any] = compiler(module, inputs)
@@ -192,7 +191,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    with private.functorch_config.patch(**_VIEWS):
+    with private.functorch_config.patch(view_replay_for_aliased_outputs=False):  # as in _compile
         return _drop_missing_gradients(compiler(module, inputs), planned, budget, ())
 
 

@@ -252,7 +252,8 @@ def _call_with_tuples(names: Sequence[str], call: Any, function: Any, tx: Any, a
         if name in given:
             given[name] = _make_tuple(tx, given[name].realize())
     keeps_graph = given.get("create_graph")
-    if keeps_graph is not None and keeps_graph.as_python_constant() and _reads_custom_function(given["outputs"]):
+    is_kept = keeps_graph is not None and keeps_graph.is_python_constant() and keeps_graph.as_python_constant()
+    if is_kept and _reads_custom_function(given.get("outputs")):
         unimplemented(
             gb_type="torch.autograd.grad(create_graph=True) of what a custom autograd function computes",
             context="",
@@ -264,7 +265,8 @@ def _call_with_tuples(names: Sequence[str], call: Any, function: Any, tx: Any, a
 
 def _reads_custom_function(outputs: Any) -> bool:
     """Return True if captured tensors are computed by a custom autograd function, or from its results."""
-    waiting = [proxy.node for proxy in pytree.tree_leaves(outputs.as_proxy())]
+    parts = [each.realize() for each in getattr(outputs, "items", [outputs]) if each is not None]
+    waiting = [each.as_proxy().node for each in parts if each.is_tensor()]  # and no edges of autograd's graph
     seen = set(waiting)
     while waiting:
         if (node := waiting.pop()).target is torch.ops.higher_order.autograd_function_apply:
@@ -385,7 +387,7 @@ def _run_configured(
 def follow_requires_grad_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
     """Make Dynamo return, from the frames that are `wanted`, results that depend on a tensor after its ``requires_grad_()``.
 
-    Tensors may be made so, too (``torch.zeros(8, requires_grad=True)``). It breaks the graph before such a call. What it is
+    Tensors may be made so, too (``torch.zeros(8, requires_grad=True)``). Dynamo breaks the graph before such a call. What it is
     afraid of is the tensor itself, which would be returned without being a leaf of autograd, as would its views; losses have
     the history that their parameters give them (R1 penalties). The break is not harmless: where a parameter is used before and
     after it, its gradients are added in another order.

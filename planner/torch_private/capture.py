@@ -249,7 +249,8 @@ def _call_with_tuples(call: Any, function: Any, tx: Any, args: Any, kwargs: Any)
     """Take every call of ``torch.autograd.grad`` that eager PyTorch takes.
 
     Dynamo knows lists of tensors only, where models pass ``weights.values()`` or ``model.parameters()``; and it checks the first
-    arguments only if they are not passed by name, and the others only if they are.
+    arguments only if they are not passed by name, and the others only if they are. Those that it would take wrongly break the
+    graph: gradients through a custom function's ``backward()``, which it captures without autograd.
     """
     if function.value is not torch.autograd.grad:
         return call(function, tx, args, kwargs)
@@ -257,7 +258,29 @@ def _call_with_tuples(call: Any, function: Any, tx: Any, args: Any, kwargs: Any)
     for name in _NAMES_OF_GRADIENTS[:3]:
         if name in given:
             given[name] = _make_tuple(tx, given[name].realize())
+    keeps_graph = given.get("create_graph")
+    is_kept = keeps_graph is not None and keeps_graph.is_python_constant() and keeps_graph.as_python_constant()
+    if is_kept and _reads_custom_function(given.get("outputs")):
+        unimplemented(
+            gb_type="torch.autograd.grad(create_graph=True) of what a custom autograd function computes",
+            context="",
+            explanation="Dynamo captures its backward() without the gradients of these gradients",
+            hints=[],
+        )
     return call(function, tx, [given.pop(name) for name in _NAMES_OF_GRADIENTS[:2]], given)
+
+
+def _reads_custom_function(outputs: Any) -> bool:
+    """Return True if captured tensors are computed by a custom autograd function, or from its results."""
+    parts = [each.realize() for each in getattr(outputs, "items", [outputs]) if each is not None]
+    waiting = [each.as_proxy().node for each in parts if each.is_tensor()]  # and no edges of autograd's graph
+    seen = set(waiting)
+    while waiting:
+        if (node := waiting.pop()).target is torch.ops.higher_order.autograd_function_apply:
+            return True
+        waiting += (new := {*node.all_input_nodes} - seen)
+        seen |= new
+    return False
 
 
 def _register_and_note(register: Any, tensor: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -351,12 +374,25 @@ def _run_configured(
 def follow_requires_grad_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
     """Make Dynamo return, from the frames that are `wanted`, results that depend on a tensor after its ``requires_grad_()``.
 
-    It breaks the graph before such a call. What it is afraid of is the tensor itself, which would be returned without being a
-    leaf of autograd, as would its views; losses have the history that their parameters give them (R1 penalties). The break is
-    not harmless: where a parameter is used before and after it, its gradients are added in another order.
+    Tensors may be made so, too (``torch.zeros(8, requires_grad=True)``). Dynamo breaks the graph before such a call. What it is
+    afraid of is the tensor itself, which would be returned without being a leaf of autograd, as would its views; losses have
+    the history that their parameters give them (R1 penalties). The break is not harmless: where a parameter is used before and
+    after it, its gradients are added in another order.
     """
     if FOLLOWS_REQUIRES_GRAD:
         wrap_for_good(OutputGraph, FOLLOWS_REQUIRES_GRAD, partial(_check_leaves, wanted))
+        wrap_for_good(TorchInGraphFunctionVariable, "call_function", partial(make_with_gradient, wanted=wanted))
+
+
+def make_with_gradient(
+    call: Any, function: Any, tx: Any, args: Any, kwargs: dict[str, Any], *, wanted: Callable[[Any], bool] = lambda _: True
+) -> Any:
+    """Capture a call that makes a tensor with ``requires_grad=True`` without it, in frames that are `wanted`; set it after."""
+    required = kwargs.get("requires_grad")
+    if required is None or isinstance(function.value, type) or not (required.is_python_constant() and wanted(tx)):
+        return call(function, tx, args, kwargs)
+    made = call(function, tx, args, {name: value for name, value in kwargs.items() if name != "requires_grad"})
+    return made.call_method(tx, "requires_grad_", [], {}) if required.as_python_constant() else made
 
 
 def _check_leaves(wanted: Callable[[Any], bool], check: Callable[..., None], output: Any, returned: list[Any], tx: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch._dynamo.variables.iter as iterators
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import (
     InstructionTranslatorBase,
@@ -43,6 +44,12 @@ def pass_on_iterators_where(wanted: Callable[[InstructionTranslatorBase], bool])
     kinds = (ListIteratorVariable, RangeIteratorVariable, iterators.ZipVariable, LocalGeneratorObjectVariable)
     for kind in (*kinds, _DICT_VIEWS) if _DICT_VIEWS else kinds:
         wrap_for_good(kind, "reconstruct", pass_on)
+    wrap_for_good(SideEffects, "_get_modified_vars", _advance_last)
+
+
+def _advance_last(list_changed: Callable[..., list[Any]], effects: Any) -> list[Any]:
+    """Return what captured code changes, with iterators last: the code that sets attributes of their items reads them."""
+    return sorted(list_changed(effects), key=lambda variable: isinstance(variable, iterators.IteratorVariable))
 
 
 def _pass_on(

@@ -49,16 +49,8 @@ def follow_requires_grad_writes() -> Iterator["RequiresGradWrites"]:
         if private.FOLLOWS_REQUIRES_GRAD:
             stack.enter_context(patch.object(private.OutputGraph, private.FOLLOWS_REQUIRES_GRAD, lambda *_: None))
         stack.enter_context(wrap(*private.find_tensor_method("requires_grad_"), writes.call_or_write))
-        stack.enter_context(wrap(private.TorchInGraphFunctionVariable, "call_function", _make_with_gradient))
+        stack.enter_context(wrap(private.TorchInGraphFunctionVariable, "call_function", private.make_with_gradient))
         yield writes
-
-
-def _make_with_gradient(call: Any, function: Any, translator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    wanted = kwargs.get("requires_grad")
-    if wanted is None or isinstance(function.value, type) or not (wanted.is_python_constant() and wanted.as_python_constant()):
-        return call(function, translator, args, kwargs)
-    made = call(function, translator, args, {name: value for name, value in kwargs.items() if name != "requires_grad"})
-    return made.call_method(translator, "requires_grad_", [], {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ refused, numbers are followed (``symbolic_numbers``).
 """
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -82,10 +83,10 @@ class Effect:
         return self.attribute is not None and (constant or self.number is not None)
 
     def read(self, local: Scope, scope: Scope) -> object:
-        """Return the present value; of a list, dict or set a copy."""
+        """Return the present value; of a list, dict, set or deque a copy."""
         owner = _find_owner(self, local, scope)
         if self.attribute is None:
-            return owner.copy() if isinstance(owner, list | dict | set) else owner
+            return owner.copy() if isinstance(owner, list | dict | set | deque) else owner
         if isinstance(owner, Mapping) and "[" in self.owner and not hasattr(owner, self.attribute):
             return owner.get(self.attribute, _ABSENT)
         return getattr(owner, self.attribute, _ABSENT)
@@ -389,7 +390,7 @@ def _is_same(a: object, b: object) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+    if isinstance(a, list | tuple | deque) and isinstance(b, list | tuple | deque):
         return len(a) == len(b) and all(map(_is_same, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)

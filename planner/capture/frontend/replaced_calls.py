@@ -41,6 +41,10 @@ class OnDevice(TorchFunctionMode):
         return func(*args, **given)
 
 
+def _make_mode(device: Any) -> OnDevice:
+    return OnDevice(device)
+
+
 # By the names of what is called, so that no library is imported for them.
 _REPLACED: dict[str, Callable[..., Any]] = {
     "scipy.optimize._lsap.linear_sum_assignment": assign_in_step,

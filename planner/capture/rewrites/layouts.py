@@ -61,6 +61,7 @@ _EXACT = {
     aten.as_strided_scatter,
     aten.native_layer_norm,
     aten.native_layer_norm_backward,
+    aten.native_group_norm_backward,  # by its formula, which is captured with contiguous gradients
 }
 
 # Ops whose first result is laid out as an input's memory format says, by position of that input. Fake kernels follow its strides,

@@ -125,8 +125,9 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
         return planned[0].backward if planned else unplanned_graph.backward(inner, examples)
 
     compiler = private.aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
-    # As in training loops, backward() is called outside of autocast.
-    as_eager = private.functorch_config.patch(backward_pass_autocast="off")
+    # As in training loops, backward() is called outside of autocast. Replayed views leave out some of those before a detach():
+    # `return y, y.detach()` of a transposed tensor has other values then.
+    as_eager = private.functorch_config.patch(backward_pass_autocast="off", view_replay_for_aliased_outputs=False)
     with as_eager, keep_ops_as_eager(), keep_in_graphs(CHECKS), remove_saved_tensors_hooks(module):
         try:
             compiled: Callable[..., Any] = compiler(module, inputs)
@@ -190,7 +191,8 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    return _drop_missing_gradients(compiler(module, inputs), planned, budget, ())
+    with private.functorch_config.patch(view_replay_for_aliased_outputs=False):  # as in _compile
+        return _drop_missing_gradients(compiler(module, inputs), planned, budget, ())
 
 
 def _count_reads(node: fx.Node) -> int:

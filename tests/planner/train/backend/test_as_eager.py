@@ -232,6 +232,7 @@ def test_a_result_that_the_loss_does_not_read_does_not_change_the_layout_of_its_
     [
         ([nn.Linear(16, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 6)], (6, 50, 4)),
         ([nn.Conv1d(50, 6, 1), nn.BatchNorm1d(6)], (16, 6, 4)),
+        ([nn.Conv1d(50, 6, 1), nn.GroupNorm(2, 6)], (16, 6, 4)),
     ],
 )
 def test_gradients_of_results_whose_layouts_change_from_step_to_step(layers: list[nn.Module], shape: tuple[int, ...]) -> None:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from enum import Enum
@@ -519,20 +519,21 @@ def test_steps_count_as_in_eager(kind: type[Counting]) -> None:
 
 
 class Listing(Counting):
-    def __init__(self) -> None:
+    def __init__(self, seen: list[int] | deque[int]) -> None:
         super().__init__()
-        self.seen: list[int] = []
+        self.seen = seen
 
     def read(self, hidden: torch.Tensor) -> torch.Tensor:
         self.seen.append(self.calls)
         return super().read(hidden) / len(self.seen)
 
 
-def test_what_is_no_number_is_refused_by_name() -> None:
-    model = Listing()
+@pytest.mark.parametrize("seen", [[], deque(maxlen=2)], ids=["list", "deque"])
+def test_what_is_no_number_is_refused_by_name(seen: list[int] | deque[int]) -> None:
+    model = Listing(seen)
     with pytest.raises(TraceError, match=r"model.seen changes at every step .*, and the step reads it"):
         planner.compile(model, None, (torch.randn(4, 8),), budget="1MB")
-    assert model.calls == 0 and model.seen == []
+    assert model.calls == 0 and not model.seen
 
 
 class Iterating(Counting):

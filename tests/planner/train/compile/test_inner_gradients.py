@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.autograd import grad
 from torch.func import functional_call, hessian, jacrev, jvp, vjp, vmap
 
@@ -85,10 +86,11 @@ def adversarial(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def unused(net: nn.Module, x: Tensor) -> Tensor:
-    used, other = x.clone().requires_grad_(True), x.clone().requires_grad_(True)
-    slope, none = grad(inputs=(t for t in (used, other)), outputs=net(used).sum(), create_graph=True, allow_unused=True)
+    used, other = x.clone().requires_grad_(True), torch.zeros(4, requires_grad=True)
+    found = net(used)
+    slope, none = grad(inputs=(t for t in (used, other)), outputs=found.sum(), create_graph=True, allow_unused=True)
     assert none is None
-    return slope.square().mean()
+    return slope.square().mean() + found.mean()
 
 
 def inner_loop(net: nn.Module, x: Tensor) -> Tensor:
@@ -144,12 +146,13 @@ def by_checkpoint(model: nn.Module, budget: str) -> Any:
 EITHER = [by_backend, *slow(by_checkpoint)]
 
 
-@pytest.mark.parametrize("loss", [penalty, penalty_at_the_end, *slow(equation)])
+@pytest.mark.parametrize("loss", [penalty, penalty_at_the_end, unused, *slow(equation)])
 @pytest.mark.parametrize("planned", EITHER)
 def test_gradients_inside_the_model_train_as_in_eager_mode(
     planned: Callable[[nn.Module, str], Any], loss: Callable[..., Tensor]
 ) -> None:
     trained = []
+    counters.clear()
     for wrap in (planned, lambda model, _: model):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -163,6 +166,32 @@ def test_gradients_inside_the_model_train_as_in_eager_mode(
             model.zero_grad()
         trained.append(found)
     assert all(gradient is not None and torch.equal(gradient, wanted) for gradient, wanted in zip(*trained, strict=True))
+    assert not counters["graph_break"]
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradients[0]
+
+
+def of_cubes(net: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_(True)
+    return grad(Cubed.apply(net(x)).sum(), x, create_graph=True)[0].square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:the model is captured as several graphs")
+@pytest.mark.parametrize("planned", [lambda model, budget: planner.compile(model, None, points(0), budget=budget), *EITHER])
+def test_gradients_of_gradients_of_a_custom_function_raise(planned: Callable[[nn.Module, str], Any]) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(PlannerError, match=r"a custom autograd function computes|gradients of a model that runs by its plan"):
+        planned(with_loss(of_cubes, network()), "100%")(*points(0)).backward()
 
 
 @pytest.mark.filterwarnings("ignore:the gradient of what .* is laid out otherwise")  # an expanded one, of the sum

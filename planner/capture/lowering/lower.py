@@ -115,6 +115,7 @@ class _GraphLowering:
         self.owner: dict[int, int] = {}  # storage -> tensor
         self.modules: dict[object, str] = {}  # autograd sequence number -> module path
         self.written: set[int] = set()
+        self.made_once: set[int] = set()
         self.numbers: set[fx.Node] = set()
 
     def run(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
@@ -295,13 +296,17 @@ class _GraphLowering:
                 outputs=tuple(t for t, _ in results),
                 time_s=0.0,
                 phase=phase,
-                # Values computed from an input that the step overwrites are valid only before the write.
-                recomputable=not (once or self.written.intersection(inputs)) and (again is not None or not writes),
+                # Values computed from an input that the step overwrites are valid only before the write. Running statistics
+                # that a batch norm returns are made once: a second execution leaves them out.
+                recomputable=not (once or self.written.intersection(inputs) or self.made_once.intersection(inputs))
+                and (again is not None or not writes),
                 random=is_random(node) or HOOK in node.meta,  # keeps the order of hooks
                 mutates=mutates,
                 module=self._get_module(node),
             )
         )
+        if again is not None:
+            self.made_once.update({t for t, _ in results} - {t for t, _ in again.outputs})
         redraw = None if state is None else self.references.build_redraw(node, self.own_generator)
         self.calls.append(call_of(call, results, random_state=state, redraw=redraw, again=again))
         self.nodes.append(node)

@@ -9,7 +9,6 @@ Known weakness: nodes that share a part of another's storage, such as two result
 """
 
 import operator
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from torch import fx
 
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
-from planner.capture.frontend.source_lines import find_traced_line, format_location
+from planner.capture.frontend.source_lines import format_module_path, format_node
 from planner.capture.guards.data_guards import DataGuards
 from planner.capture.guards.python_guards import PythonGuards
 from planner.capture.lowering.references import References
@@ -204,7 +203,7 @@ class _GraphLowering:
             return
         if node.target is with_effects:
             raise TraceError(
-                f"{format_location(find_traced_line(node.meta.get('stack_trace')))} calls {node.args[1]}, whose effects "
+                f"{format_node(node)} calls {node.args[1]}, whose effects "
                 "torch.compile orders, and no plan can: call it before or after the model"
             )
         if called is None:
@@ -328,12 +327,12 @@ class _GraphLowering:
     def _learn_module(self, node: fx.Node) -> None:
         number, stack = node.meta.get("seq_nr"), node.meta.get("nn_module_stack")
         if number is not None and stack:
-            self.modules.setdefault(number, _format_module_path(stack))
+            self.modules.setdefault(number, format_module_path(stack))
 
     def _get_module(self, node: fx.Node) -> str:
         """Return the module in which `node` was called; for a backward node, the module of its forward node."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        return _format_module_path(stack) if stack else self.modules.get(node.meta.get("seq_nr"), "")
+        return format_module_path(stack) if stack else self.modules.get(node.meta.get("seq_nr"), "")
 
 
 def _separate(nodes: Sequence[object], values: Sequence[Argument]) -> list[Argument]:
@@ -357,16 +356,11 @@ def build_graph(ops: Sequence[Op], tensors: Sequence[Tensor], program: Program, 
     return Graph(tuple(ops), named, kept, provenance)
 
 
-def _format_module_path(stack: Mapping[str, tuple[str, object]]) -> str:
-    path = list(stack.values())[-1][0]
-    return re.sub(r"^L\['(\w+)'\]", r"\1", path).removeprefix("self.").replace("_modules['", "").replace("']", "")
-
-
 def count_module_calls(nodes: Iterable[fx.Node | None]) -> Counter[str]:
     """Return how often the step calls each module, by its paths, from the captured `nodes`."""
     stacks = (node.meta.get("nn_module_stack") or {} for node in nodes if node is not None)
     places = {(key, place) for stack in stacks for key, place in stack.items()}  # Dynamo numbers the calls by a path in the key
-    return Counter(_format_module_path({key: place}) for key, place in places)
+    return Counter(format_module_path({key: place}) for key, place in places)
 
 
 def _get_node(arg: object) -> fx.Node:

@@ -81,8 +81,8 @@ class PlannedGraph:
         input_names: names of its inputs in the user's code, by tensor.
         check_writes: True to detect writes to inputs that autograd does not see.
         laid_out: its capture with room for gradients as eager PyTorch lays them out, to be planned again; or None.
-        room_bytes: what the first plan may take.
-        lean: a schedule that keeps little memory between the passes; None until one is computed.
+        provisional: True if its plan keeps as little as it can, because the graphs of its step were not known.
+        room_bytes: what a plan may take that is provisional or alone in its step; 0 for others.
         arena: the arena of the passes of all graphs of a step; None for PyTorch's allocator.
         watch: called with the inputs of a forward pass; returns a function of its results and of a tensor that dies with the
             saved ones.
@@ -123,7 +123,7 @@ class PlannedGraph:
         self.outline: Outline | None = None
         self.input_names: Mapping[int, str] = {}
         self.check_writes = False
-        self.lean: Schedule | None = None
+        self.provisional = False
         self.arena = arena
         self.watch: Callable[[list[Any]], Callable[[list[Any], torch.Tensor], None]] | None = None
         self._arena_key = object()
@@ -230,10 +230,20 @@ class PlannedGraph:
         # Passes of earlier plans stay: a backward pass may follow the plan of a forward pass that has run.
         self._passes.append(self.build_passes(schedule, self.captured.program))
         self._laid_out.clear()
-        self._schedule, self.room_bytes = schedule, 0
+        self._schedule, self.provisional, self.room_bytes = schedule, False, 0
         if self.arena is not None:
             self.arena.forget()
         self.copy_inputs(UNLIMITED_BYTES)
+
+    @property
+    def has_plan(self) -> bool:
+        """True if it has a schedule."""
+        return bool(self._passes)
+
+    def plan_provisionally(self, room_bytes: int, schedule: Schedule) -> None:
+        """Run by a schedule that keeps as little as it can within `room_bytes`."""
+        self.schedule = schedule
+        self.provisional, self.room_bytes = True, room_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -314,6 +324,11 @@ class PlannedGraph:
         own_bytes = simulate(graph, self._schedule).peak_bytes - graph.static_bytes - self.kept_bytes
         allowed_bytes = min(own_bytes, room_bytes)
         return room_bytes - allowed_bytes + self._passes[-1].changed_inputs.begin(allowed_bytes)
+
+    def list_copies(self, plan: torch.Tensor) -> list[torch.Tensor]:
+        """Return the copies of inputs that a forward pass has taken beside its plan; `plan` is the last of its results."""
+        taken = getattr(plan.untyped_storage(), "inputs", ())
+        return [given.copy for given in taken if given.copy is not None and given.tensor not in self.captured.copied]
 
     def count_copies(self) -> None:
         """Keep copies of changed inputs for the backward pass, and count them: the graph must be planned again."""

@@ -184,6 +184,10 @@ def test_gradients_that_are_laid_out_otherwise_than_results_without_room() -> No
     model, x = _Heads(is_broken=False), torch.randn(4, 50, 16)
     twin = copy.deepcopy(model)
     step, eager_step = _build_losses(planner.checkpoint(model, **QUICK), twin)
+    for _ in range(2):
+        results = model(x)
+        torch.autograd.backward(results, [torch.randn_like(y) for y in results])
+    model.zero_grad()
     with pytest.warns(UserWarning, match=r"the gradient of what .*test_as_eager.py:\d+ .* returns is laid out otherwise"):
         step(x).backward()
     model.zero_grad()

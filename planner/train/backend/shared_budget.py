@@ -17,7 +17,7 @@ budget by what the graphs known keep.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,7 +62,7 @@ from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import OptionSettings
 from planner.train.backend.joint_planning import JointPlanning
 from planner.train.backend.model_calls import CALL, get_outside, list_model_tensors
-from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
+from planner.train.backend.planned_graph import PlannedGraph, describe_rounding, get_graph_device
 from planner.train.backend.rest_of_step import add_rest, build_keep_everything, find_lean_schedule, find_least_schedule
 from planner.train.backend.settings import BackendSettings
 from planner.train.backend.shared_channels import SharedChannels, compute_host_room, set_host_bytes
@@ -163,7 +163,8 @@ class SharedBudget:
         self._replaced: dict[PlannedGraph, Schedule] = {}  # plans for known steps that the present one does without
         self._is_partly_seen = False  # the present step began as a known one
         self.learning, self._warned = False, False
-        self._reads: dict[object, list[int]] = {}  # by what a step computes gradients of, how often each of its graphs reads it
+        # By what a step computes gradients of, how often each of its graphs reads it.
+        self._reads: dict[tuple[int, int, torch.dtype], list[int]] = {}
         self._largest_bytes = 0  # peak of a step without recomputation
         self.known_graphs: dict[PlannedGraph, PassStorages] = {}
         self._before: dict[UnplannedGraph, PassStorages] = {}  # the last pass of each, before planned graphs
@@ -418,7 +419,7 @@ class SharedBudget:
         """Note how often a graph of the present step reads each of `args`."""
         for arg, count in zip(args, counts, strict=False):  # none is counted of Inductor's kernels
             if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                self._reads.setdefault((id(arg.grad_fn or arg), arg.output_nr), []).append(count)
+                self._reads.setdefault((id(arg.grad_fn or arg), arg.output_nr, arg.dtype), []).append(count)
 
     def count(self, graph: UnplannedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return `compiled`, which runs `graph`, such that its memory counts for the planned graphs of its steps."""
@@ -474,7 +475,7 @@ class SharedBudget:
             graph.schedule = schedule
             return
         graph.captured = before
-        warn_caller(_NO_ROOM_FOR_LAYOUTS)
+        warn_caller(_NO_ROOM_FOR_LAYOUTS.format(graph.rounding))
 
     def _end_step(self) -> None:
         runs, self.forward_runs = self.forward_runs, []
@@ -495,7 +496,7 @@ class SharedBudget:
             known = self._known[step] = _KnownStep(seen, whole, whole - count_bytes_beside_requests(seen))
             alone = len(runs) == 1 and not seen[0].followed_by
             if not alone:
-                _warn_of_sums(reads.values())
+                _warn_of_sums(reads)
             self._warn_of_peak(runs, whole)
             for graph in dict.fromkeys(step):
                 _read_changes(graph)
@@ -506,10 +507,10 @@ class SharedBudget:
                         self._plan_together(step)
                     except InfeasibleError:
                         del self._known[step]
-                        changes = [graph.read_as_results() for graph in step]
-                        if not any(changes):
+                        changed = [graph for graph in step if graph.read_as_results()]
+                        if not changed:
                             raise
-                        warn_caller(_NO_ROOM_FOR_LAYOUTS)
+                        warn_caller(_NO_ROOM_FOR_LAYOUTS.format(changed[0].rounding))
                         self._known[step] = known
                         self._plan_together(step)
                 stages.finish(self._describe_plans(step, seen) + ("" if alone else f", {len(runs)} graphs"))
@@ -650,17 +651,18 @@ _MORE_GRAPHS = (
 )
 _NO_ROOM_FOR_LAYOUTS = (
     "no plan that fits reads gradients of results in layouts other than the results': sums over them may differ from eager "
-    "PyTorch's in the last bit. Raise the budget"
+    "PyTorch's in the last bit ({}). Raise the budget"
 )
 
 
-def _warn_of_sums(reads: Iterable[Sequence[int]]) -> None:
+def _warn_of_sums(reads: Mapping[tuple[int, int, torch.dtype], Sequence[int]]) -> None:
     """Warn if gradients are sums of several in one graph, to which those of other graphs are added."""
-    if any(len(counts) > 1 and max(counts) > 1 for counts in reads):
+    if dtypes := {dtype for (_, _, dtype), counts in reads.items() if len(counts) > 1 and max(counts) > 1}:
         warn_caller(
             "a weight or activation is used several times in a graph and by other graphs too: its gradients are added up in "
-            "another order than in eager PyTorch, which may change their last bits. TORCH_LOGS=graph_breaks names the lines "
-            "between the graphs: rewrite them, or train in a block of planner.rematerialize(budget=...), which needs no graph"
+            f"another order than in eager PyTorch, which may change their last bits ({describe_rounding(dtypes)}). "
+            "TORCH_LOGS=graph_breaks names the lines between the graphs: rewrite them, or train in a block of "
+            "planner.rematerialize(budget=...), which needs no graph"
         )
 
 

@@ -312,7 +312,10 @@ replace_calls_where(_is_planned, ExitStack())
 private.fix_sizes_where(_is_planned)
 ExitStack().enter_context(call_at_end(write_data_in_place_where(_is_planned, ExitStack())))
 # NumPy's random numbers are drawn by NumPy: Dynamo would take them from PyTorch's generator. It leaves out code with an LSTM.
-private.configure_dynamo_where(_is_planned, use_numpy_random_stream=True, allow_rnn=True, **private.GRADIENT_SETTINGS)
+# Where code captures nothing once, such as behind the last iteration of a loop, it would run without its graphs from then on.
+private.configure_dynamo_where(
+    _is_planned, use_numpy_random_stream=True, allow_rnn=True, allow_empty_graphs=True, **private.GRADIENT_SETTINGS
+)
 private.carry_sparse_tensors_where(_is_planned)
 private.break_graphs_in_loops_where(_is_planned)
 pass_on_iterators_where(_is_planned)

@@ -26,7 +26,10 @@ _ORDER = (Kind.BUFFER, Kind.INPUT, Kind.PARAMETER)  # in which copies are taken 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A static tensor at the end of a forward pass: its number of writes so far, and a copy if one was taken."""
+    """A static tensor at the end of a forward pass: its number of writes so far, and a copy if one was taken.
+
+    The copy may have been freed for other tensors.
+    """
 
     tensor: int
     value: torch.Tensor
@@ -34,10 +37,20 @@ class Input:
     copy: torch.Tensor | None
 
     @property
+    def has_copy(self) -> bool:
+        """True if there is a copy."""
+        return self.copy is not None and (has_memory(self.copy) or not self.copy.numel())
+
+    @property
     def is_written(self) -> bool:
         """True if the tensor was written since; also in a way that autograd does not see, if there is a copy."""
         seen = get_version(self.value) != self.version
-        return seen or (self.copy is not None and not has_same_values(self.value, self.copy))
+        return seen or (self.copy is not None and self.has_copy and not has_same_values(self.value, self.copy))
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return True if `tensor` has memory."""
+    return tensor.untyped_storage().nbytes() > 0
 
 
 class ChangedInputs:
@@ -95,7 +108,7 @@ class ChangedInputs:
             self.changed |= written
         self._copied = self.changed.intersection(self.recomputed_from)
         for given in read:
-            if given.tensor in written and given.copy is None:
+            if given.tensor in written and not given.has_copy:
                 raise PlannerError(
                     f"{name(given.tensor)} was written between the step and its backward pass, and the plan recomputes from it: "
                     "the gradients of this step are lost. The next steps keep a copy for the backward pass: call the step again"

@@ -21,7 +21,7 @@ from torch.distributions import Distribution
 from graphs.errors import TraceError
 from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.replaced_calls import ignore_context
-from planner.capture.frontend.source_lines import find_current_line, find_traced_line, format_location
+from planner.capture.frontend.source_lines import find_current_line, format_location, format_node
 from planner.capture.guards.names import make_readable
 from planner.capture.rewrites.outputs import get_storage, is_same_layout, list_tensors
 from planner.torch_private import capture as private
@@ -362,7 +362,7 @@ def _refuse_other_names(copy: fx.Node, storages: set[int]) -> None:
             names.add(node)
         elif not names.isdisjoint(node.all_input_nodes) and (not before or getattr(value, "requires_grad", False)):
             raise TraceError(
-                f"{format_location(find_traced_line(copy.meta.get('stack_trace')))} replaces the data of a trained parameter, "
+                f"{format_node(copy)} replaces the data of a trained parameter, "
                 "and the step has read its old data, goes on with it, or writes to the new: replace it before it is read, or "
                 "write in place (weight.data.copy_(...)), with a copy (clone) of the old data where that is used later"
             )

@@ -57,7 +57,11 @@ from planner.capture.frontend.module_hooks import follow_removed_hooks
 from planner.capture.frontend.preserved_state import make_first_call, preserve_state
 from planner.capture.frontend.replaced_calls import replace_calls_where
 from planner.capture.frontend.saved_tensors import remove_saved_tensors_hooks
-from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_traced_line, format_location, has_stopped_in_library
+from planner.capture.frontend.source_lines import (
+    GRAPH_BREAK_ADVICE,
+    format_node,
+    has_stopped_in_library,
+)
 from planner.capture.frontend.symbolic_numbers import SymbolicNumbers
 from planner.capture.guards.branches import DataBranches, needs_values
 from planner.capture.guards.data_guards import DataGuards
@@ -153,7 +157,7 @@ def _export_for_inductor(*args: Any, **options: Any) -> private.JointWithDescrip
     for node in joint.graph_module.graph.nodes:
         if get_explicit_generator(node) is not None:
             raise TraceError(
-                f"{format_location(find_traced_line(node.meta.get('stack_trace')))} passes a generator to an op, and "
+                f"{format_node(node)} passes a generator to an op, and "
                 "Inductor's kernels use none: leave out the generator, or kernels='inductor'"
             )
     return joint

@@ -1,12 +1,15 @@
 """Lines of the user's code, for messages, and advice about those that cannot be planned."""
 
+import operator
 import os
 import re
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from traceback import FrameSummary, extract_tb
 
 import torch
+from torch import fx
 
 from planner.torch_private.capture import TracingContext
 
@@ -65,6 +68,22 @@ def format_location(line: FrameSummary | None) -> str:
     if line is None:
         return "a line of the step"
     return f"{line.filename}:{line.lineno}" + (f" ({line.line})" if line.line else "")
+
+
+def format_node(node: fx.Node) -> str:
+    """Return where the user's code calls the captured `node`: a line or, if it is not known, the operator and its module."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):  # one of several results
+        node = node.args[0]
+    if (line := find_traced_line(node.meta.get("stack_trace"))) is not None:
+        return format_location(line)
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return f"{node.target} in {format_module_path(stack)}" if stack else str(node.target)
+
+
+def format_module_path(stack: Mapping[str, tuple[str, object]]) -> str:
+    """Return the path of the innermost module of a captured node's ``nn_module_stack``."""
+    path = list(stack.values())[-1][0]
+    return re.sub(r"^L\['(\w+)'\]", r"\1", path).removeprefix("self.").replace("_modules['", "").replace("']", "")
 
 
 def branch_refusal(line: FrameSummary | None, depends_on: str) -> str:

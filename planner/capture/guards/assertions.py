@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.frontend.source_lines import find_current_line, find_traced_line, format_location
+from planner.capture.frontend.source_lines import find_current_line, format_location, format_node
 from planner.capture.rewrites.outputs import call_before, get_fake
 from planner.torch_private.capture import InstructionTranslatorBase, VariableTracker
 from planner.torch_private.core import assert_async
@@ -70,7 +70,7 @@ def is_as_long_as_told(bincount: fx.Node) -> bool:
 def assert_length(bincount: fx.Node) -> None:
     """Check before a ``bincount`` that its result has its least length."""
     values, _, length = bincount.args
-    where = format_location(find_traced_line(bincount.meta.get("stack_trace")))
+    where = format_node(bincount)
     message = f"{where} counts a number that is not below minlength={length}: give a minlength that is above all numbers"
     below = call_before(bincount, aten.lt.Scalar, values, length)
     checks = [below, call_before(bincount, aten.all.default, below)]

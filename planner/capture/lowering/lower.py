@@ -9,7 +9,6 @@ Known weakness: nodes that share a part of another's storage, such as two result
 """
 
 import operator
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from torch import fx
 
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
-from planner.capture.frontend.source_lines import find_traced_line, format_location
+from planner.capture.frontend.source_lines import format_module_path, format_node
 from planner.capture.guards.data_guards import DataGuards
 from planner.capture.guards.python_guards import PythonGuards
 from planner.capture.lowering.references import References
@@ -115,6 +114,7 @@ class _GraphLowering:
         self.owner: dict[int, int] = {}  # storage -> tensor
         self.modules: dict[object, str] = {}  # autograd sequence number -> module path
         self.written: set[int] = set()
+        self.made_once: set[int] = set()
         self.numbers: set[fx.Node] = set()
 
     def run(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
@@ -192,7 +192,7 @@ class _GraphLowering:
     def _call(self, node: fx.Node, phase: Phase) -> None:
         number, stack = node.meta.get("seq_nr"), node.meta.get("nn_module_stack")
         if number is not None and stack:
-            self.modules.setdefault(number, _format_module_path(stack))
+            self.modules.setdefault(number, format_module_path(stack))
         if node.target is operator.getitem:
             if node not in self.values:  # an item of a view that returns several
                 self.values[node] = get_item(self.values[_get_node(node.args[0])], (int(node.args[1]),))  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ class _GraphLowering:
             return
         if node.target is with_effects:
             raise TraceError(
-                f"{format_location(find_traced_line(node.meta.get('stack_trace')))} calls {node.args[1]}, whose effects "
+                f"{format_node(node)} calls {node.args[1]}, whose effects "
                 "torch.compile orders, and no plan can: call it before or after the model"
             )
         if called is None:
@@ -297,13 +297,17 @@ class _GraphLowering:
                 outputs=tuple(t for t, _ in results),
                 time_s=0.0,
                 phase=phase,
-                # Values computed from an input that the step overwrites are valid only before the write.
-                recomputable=not (once or self.written.intersection(inputs)) and (again is not None or not writes),
+                # Values computed from an input that the step overwrites are valid only before the write. Running statistics
+                # that a batch norm returns are made once: a second execution leaves them out.
+                recomputable=not (once or self.written.intersection(inputs) or self.made_once.intersection(inputs))
+                and (again is not None or not writes),
                 random=is_random(node) or HOOK in node.meta,  # keeps the order of hooks
                 mutates=mutates,
                 module=self._get_module(node),
             )
         )
+        if again is not None:
+            self.made_once.update({t for t, _ in results} - {t for t, _ in again.outputs})
         redraw = None if state is None else self.references.build_redraw(node, self.own_generator)
         self.calls.append(call_of(call, results, random_state=state, redraw=redraw, again=again))
         self.nodes.append(node)
@@ -325,7 +329,7 @@ class _GraphLowering:
     def _get_module(self, node: fx.Node) -> str:
         """Return the module in which `node` was called; for a backward node, the module of its forward node."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        return _format_module_path(stack) if stack else self.modules.get(node.meta.get("seq_nr"), "")
+        return format_module_path(stack) if stack else self.modules.get(node.meta.get("seq_nr"), "")
 
 
 def _separate(nodes: Sequence[object], values: Sequence[Argument]) -> list[Argument]:
@@ -349,16 +353,11 @@ def build_graph(ops: Sequence[Op], tensors: Sequence[Tensor], program: Program, 
     return Graph(tuple(ops), named, kept, provenance)
 
 
-def _format_module_path(stack: Mapping[str, tuple[str, object]]) -> str:
-    path = list(stack.values())[-1][0]
-    return re.sub(r"^L\['(\w+)'\]", r"\1", path).removeprefix("self.").replace("_modules['", "").replace("']", "")
-
-
 def count_module_calls(nodes: Iterable[fx.Node | None]) -> Counter[str]:
     """Return how often the step calls each module, by its paths, from the captured `nodes`."""
     stacks = (node.meta.get("nn_module_stack") or {} for node in nodes if node is not None)
     places = {(key, place) for stack in stacks for key, place in stack.items()}  # Dynamo numbers the calls by a path in the key
-    return Counter(_format_module_path({key: place}) for key, place in places)
+    return Counter(format_module_path({key: place}) for key, place in places)
 
 
 def _get_node(arg: object) -> fx.Node:

@@ -13,7 +13,7 @@ from torch import fx
 
 from graphs.errors import TraceError
 from planner.capture.frontend.eager_ops import get_callable
-from planner.capture.frontend.source_lines import find_traced_line, format_location
+from planner.capture.frontend.source_lines import format_node
 from planner.capture.program.program import Argument, Call, Path, Statement
 from planner.capture.rewrites.batch_norms import build_without_statistics, find_ignored_inputs
 from planner.capture.rewrites.hook_calls import HOOK
@@ -75,10 +75,7 @@ class References:
     def build_with_generator(self, node: fx.Node, generator: torch.Generator) -> Call:
         """Return the call of `node` that draws from a user's generator."""
         if (drawing := self.build_redraw(node, generator)) is None:
-            raise TraceError(
-                f"{format_location(find_traced_line(node.meta.get('stack_trace')))} gives {node.target} a generator, which it "
-                "does not take"
-            )
+            raise TraceError(f"{format_node(node)} gives {node.target} a generator, which it does not take")
         return drawing
 
     def build_redraw(self, node: fx.Node, generator: torch.Generator) -> Call | None:

@@ -6,8 +6,7 @@ breaks and recompilations.
 
 A front end of AOTAutograd and not of Dynamo alone, since what is chosen is what its two passes share: the planner takes the place
 of its partitioner (``partition_fn``). Known weaknesses: gradients of gradients are an error, as a plan has the first only; what
-runs between graphs has no limit (docs/limits.md); the first step of a model with several graphs keeps less than it could
-(``shared_budget``).
+runs between graphs has no limit (docs/limits.md); first steps keep less than they could (``shared_budget``).
 """
 
 import re
@@ -114,7 +113,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
             graph = budget.build_graph(joint, captured, outputs=num_fwd_outputs)
             graph.outline = outline
             graph.input_names, graph.check_writes = _find_input_names(module, joint, captured), budget.settings.check_writes
-            _plan(graph, add, budget, stages)
+            _plan(graph, add, stages)
         planned.append(graph)
         return graph.build_interface()
 
@@ -181,7 +180,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         if isinstance(budget.budget, Share):
             graph.eager = _build_eager_graph(joint, num_fwd_outputs)
         with stages:
-            _plan(graph, add, budget, stages)
+            _plan(graph, add, stages)
         planned.append(graph)
         return graph.build_interface()
 
@@ -245,11 +244,11 @@ def _name_placeholder(placeholder: fx.Node) -> str:
     return re.sub(r"L\['(\w+)'\]", r"\1", path)
 
 
-def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], budget: SharedBudget, stages: Stages) -> None:
-    """Plan `graph` with `add`, and report the plan if the step has no other graphs."""
+def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], stages: Stages) -> None:
+    """Plan `graph` with `add`."""
     with stages.run_stage(Stage.SOLVE):
         add(graph)
-    stages.finish(budget.describe_only(graph))
+    stages.finish()
 
 
 def _copy_of(joint: fx.GraphModule) -> fx.GraphModule:
@@ -315,7 +314,10 @@ replace_calls_where(_is_planned, ExitStack())
 private.fix_sizes_where(_is_planned)
 ExitStack().enter_context(call_at_end(write_data_in_place_where(_is_planned, ExitStack())))
 # NumPy's random numbers are drawn by NumPy: Dynamo would take them from PyTorch's generator. It leaves out code with an LSTM.
-private.configure_dynamo_where(_is_planned, use_numpy_random_stream=True, allow_rnn=True, **private.GRADIENT_SETTINGS)
+# Where code captures nothing once, such as behind the last iteration of a loop, it would run without its graphs from then on.
+private.configure_dynamo_where(
+    _is_planned, use_numpy_random_stream=True, allow_rnn=True, allow_empty_graphs=True, **private.GRADIENT_SETTINGS
+)
 private.carry_sparse_tensors_where(_is_planned)
 private.break_graphs_in_loops_where(_is_planned)
 pass_on_iterators_where(_is_planned)

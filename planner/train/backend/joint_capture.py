@@ -93,20 +93,26 @@ def rewrite_as_eager(graph: fx.Graph) -> None:
     replace_dropout(graph)
 
 
-def lay_out_tangents(graph: fx.Graph, captured: Capture, strides: Mapping[fx.Node, Sequence[int] | None]) -> Capture:
-    """Return `captured`, of a joint graph, with ops that read gradients as eager PyTorch lays them out.
+def lay_out_tangents(
+    graph: fx.Graph, captured: Capture, strides: Mapping[fx.Node, Sequence[int] | None]
+) -> tuple[Capture, list[fx.Node]]:
+    """Return `captured`, of a joint graph, with ops that read gradients as eager PyTorch lays them out; and those that cannot.
 
-    AOTAutograd copies each gradient of a result to the layout of the result. The copies back count as memory of the ops.
+    AOTAutograd copies each gradient of a result to the layout of the result. The copies back count as memory of the ops. Calls
+    of several operators (an op in chunks) and calls that may write over an input read gradients as AOTAutograd gives them.
 
     Args:
         strides: those that the gradients of results come with, by input of `graph`; None where the loss does not read the result.
     """
     layouts = find_eager_layouts(graph, strides)
     references = References(captured.values, layouts)
-    ops, calls = list(captured.graph.ops), list(captured.program.calls)
+    ops, calls, others = list(captured.graph.ops), list(captured.program.calls), list[fx.Node]()
     for i, (node, known) in enumerate(zip(captured.nodes, captured.program.calls, strict=False)):
         recorded = {} if node is None else read_strides(node)
-        if node is None or {**recorded, **layouts.get(node, {})} == recorded or known.fakes or known.over:
+        if node is None or {**recorded, **layouts.get(node, {})} == recorded:
+            continue
+        if known.fakes or known.over:
+            others.append(node)
             continue
         laid_out = {get_fake(arg): strides for arg, strides in layouts[node].items() if recorded.get(arg) != strides}
         # Where kernels need contiguous memory they copy such inputs, too.
@@ -119,12 +125,9 @@ def lay_out_tangents(graph: fx.Graph, captured: Capture, strides: Mapping[fx.Nod
         calls[i] = replace(known, statements=(replace(known.statements[0], value=references.call(node)),), again=again)
         ops[i] = replace(ops[i], workspace_bytes=ops[i].workspace_bytes + copied_bytes)
     if ops == list(captured.graph.ops):
-        return captured
-    return replace(
-        captured,
-        graph=replace(captured.graph, ops=tuple(ops)),
-        program=replace(captured.program, calls=tuple(calls)),
-    )
+        return captured, others
+    graph_of_ops, program = replace(captured.graph, ops=tuple(ops)), replace(captured.program, calls=tuple(calls))
+    return replace(captured, graph=graph_of_ops, program=program), others
 
 
 def separate_tangents(graph: fx.Graph) -> None:

@@ -27,27 +27,26 @@ _WITNESS_S = 2.0  # seconds to show that a graph fits
 
 
 class JointPlanning:
-    """Joint planning of all graphs of a step: each keeps the same share of the memory that it can recompute.
+    """Joint planning of all graphs of some steps: each keeps the same share of the memory that it can recompute.
 
     Args:
-        order: the graphs in the order of their forward passes; a graph may occur several times.
-        seen: storages that each of these passes uses.
+        steps: for each step its graphs, in the order of their forward passes, and the storages that each of these passes uses; a
+            graph may occur several times, and in several steps.
         leaving: returns a schedule of a graph that leaves part of a budget free between the passes, given such a schedule and
             the graph's host memory.
     """
 
     def __init__(
         self,
-        order: Sequence[PlannedGraph],
-        seen: Sequence[PassStorages],
+        steps: Sequence[tuple[Sequence[PlannedGraph], Sequence[PassStorages]]],
         whole_bytes: int,
         leaving: Callable[[PlannedGraph, int, int, Schedule, int], Schedule],
         *,
         host_bytes: int,
         limit_s: float,
     ) -> None:
-        self._order, self._seen, self._whole = order, seen, whole_bytes
-        self._graphs = tuple(dict.fromkeys(order))
+        self._steps, self._whole = steps, whole_bytes
+        self._graphs = tuple(dict.fromkeys(graph for order, _ in steps for graph in order))
         self._leaving, self._host_bytes, self._limit_s = leaving, host_bytes, limit_s
 
     def plan(self) -> None:
@@ -58,7 +57,8 @@ class JointPlanning:
         kept, known = self._find_shares(most)
         on_host: dict[PlannedGraph, tuple[int, int]] = {}
         for graph in self._graphs:
-            room, there = self._compute_room(graph, kept), compute_host_room(self._order, graph, on_host, self._host_bytes)
+            room = self._compute_room(graph, kept)
+            there = min(compute_host_room(order, graph, on_host, self._host_bytes) for order in self._list_orders_with(graph))
             schedule = self._leaving(graph, room, self._compute_rest(graph, room, kept), known[graph], there)
             kept = {**kept, graph: count_kept_bytes(graph.captured.graph, schedule)}
             graph.schedule = schedule
@@ -68,22 +68,18 @@ class JointPlanning:
         """Copy inputs in the next step, in case they change between the passes, as far as that fits beside all graphs."""
         room_bytes = max(0, self._whole - self._compute_peak_bytes())
         for graph in self._graphs:
-            runs = self._order.count(graph)
+            runs = max(order.count(graph) for order in self._list_orders_with(graph))
             each_bytes = room_bytes // runs
             room_bytes -= runs * (each_bytes - graph.copy_inputs(each_bytes))
 
-    def warn_of_first_step(self) -> None:
-        """Warn if the finished step exceeded the budget."""
-        most = self._compute_peak_bytes()
-        if most > self._whole:
-            warn_caller(
-                f"the first step took {format_bytes(most)}, more than its budget of {format_bytes(self._whole)}, because the "
-                "order of its graphs was not known yet: from now on they are planned together",
-            )
-
     def _compute_peak_bytes(self) -> int:
-        """Return the peak of a step by the plans of its graphs."""
-        return compute_peak_bytes([(graph.captured.graph, graph.schedule) for graph in self._order], self._seen)
+        """Return the highest peak of a step by the plans of its graphs."""
+        return max(
+            compute_peak_bytes([(graph.captured.graph, graph.schedule) for graph in order], seen) for order, seen in self._steps
+        )
+
+    def _list_orders_with(self, graph: PlannedGraph) -> list[Sequence[PlannedGraph]]:
+        return [order for order, _ in self._steps if graph in order]
 
     def _find_shares(self, most: Mapping[PlannedGraph, int]) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]]:
         """Return the bytes that each graph may keep between its passes, at most those in `most`, and schedules that keep no more.
@@ -107,7 +103,7 @@ class JointPlanning:
         """Return schedules that keep little."""
         kept = dict.fromkeys(self._graphs, 0)
         found: dict[PlannedGraph, Schedule] = {}
-        repeated = len(self._order) > len(self._graphs)
+        repeated = any(len(order) > len(set(order)) for order, _ in self._steps)
         for _ in range(1 + repeated):  # a graph that runs several times coexists with itself
             for graph in self._graphs:
                 room = self._compute_room(graph, kept)
@@ -119,7 +115,8 @@ class JointPlanning:
                 found[graph], kept[graph] = schedule, count_kept_bytes(graph.captured.graph, schedule)
         unplanned_bytes = self._compute_peak_of_unplanned(kept)
         excess_bytes = unplanned_bytes - self._whole
-        if excess_bytes > 0 and (left_out_bytes := shrink_left_out(self._seen, excess_bytes)):
+        runs = [run for _, seen in self._steps for run in seen]
+        if excess_bytes > 0 and (left_out_bytes := shrink_left_out(runs, excess_bytes)):
             warn_caller(
                 f"code of the model that Dynamo leaves out takes about {format_bytes(left_out_bytes)}, and steps exceed the "
                 f"budget of {format_bytes(self._whole)} by about {format_bytes(excess_bytes)}, though the planned graphs keep as "
@@ -156,28 +153,31 @@ class JointPlanning:
 
     def _compute_room(self, graph: PlannedGraph, kept: Mapping[PlannedGraph, int]) -> int:
         """Return the bytes available to `graph` in all its runs, given the bytes that the other graphs keep."""
-        kept_bytes = [kept[other] for other in self._order]
         return self._whole - max(
-            compute_bytes_of_others(self._seen, i, kept_bytes) for i, g in enumerate(self._order) if g is graph
+            compute_bytes_of_others(seen, i, [kept[other] for other in order])
+            for order, seen in self._steps
+            for i, each in enumerate(order)
+            if each is graph
         )
 
     def _compute_peak_of_unplanned(self, kept: Mapping[PlannedGraph, int]) -> int:
-        return compute_peak_of_unplanned(self._seen, [kept[graph] for graph in self._order])
+        return max(compute_peak_of_unplanned(seen, [kept[graph] for graph in order]) for order, seen in self._steps)
 
     def _compute_rest(self, graph: PlannedGraph, room: int, kept: Mapping[PlannedGraph, int]) -> int:
         """Return the part of `room` for the rest of the step after `graph`."""
-        if graph not in self._order[:-1] and not self._seen[-1].followed_by:
+        if not any(graph in order[:-1] or (graph in order and seen[-1].followed_by) for order, seen in self._steps):
             return 0
         return max(0, room - graph.captured.graph.static_bytes - kept[graph])
 
     def _build_infeasible_error(self, graph: PlannedGraph, room: int, found: Mapping[PlannedGraph, Schedule]) -> InfeasibleError:
-        others = [other for other in self._order if other in found and other is not graph]
+        order = self._list_orders_with(graph)[0]
+        others = [other for other in order if other in found and other is not graph]
         kept_bytes = sum(count_kept_bytes(other.captured.graph, found[other]) for other in others)
         keeping = f" (they keep {format_bytes(kept_bytes)} between the passes)" if kept_bytes else ""
         graphs = "graph of the model"
-        if len(self._order) > 1:
-            left = f"the others leave {format_bytes(max(0, room))} to graph {self._order.index(graph) + 1}{keeping}"
-            graphs = f"{len(self._order)} graphs that the model is captured as: {left}"
+        if len(order) > 1:
+            left = f"the others leave {format_bytes(max(0, room))} to graph {order.index(graph) + 1}{keeping}"
+            graphs = f"{len(order)} graphs that the model is captured as: {left}"
         return InfeasibleError(
             f"budget {format_bytes(self._whole)} is too small for the {graphs}, and no schedule was found for it. Raise the "
             "budget, lower the batch size, or remove graph breaks (TORCH_LOGS=graph_breaks shows them)"

@@ -25,8 +25,9 @@ from graphs.schedule import Schedule, count_kept_bytes
 from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
 from graphs.units import UNLIMITED_BYTES
-from planner.capture.frontend.source_lines import find_traced_line, format_location
+from planner.capture.frontend.source_lines import format_node
 from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.statics import format_dtype
 from planner.capture.program.program import Program
 from planner.capture.rewrites.outputs import get_fake, get_storage, list_outputs, list_tensors
 from planner.runtime.arena import Arena
@@ -66,6 +67,14 @@ class Passes:
 
 _Strides = tuple[tuple[int, ...] | None, ...]
 _MOST_LAYOUTS = 8  # others are read as AOTAutograd gives them, such as parts of a tensor that grows from step to step
+_MANY_LAYOUTS = (
+    "the gradient of what {} returns is laid out otherwise in each of many steps, such as a part of a tensor that grows: plans "
+    "follow {} layouts, and with others sums over it may differ from eager PyTorch's in the last bit ({})"
+)
+_NOT_LAID_OUT = (
+    "gradients of results are laid out otherwise than the results, and {} cannot read them so, because an option changes these "
+    "ops: sums over them may differ from eager PyTorch's in the last bit ({}). Leave out the option 'in-place' or 'chunks'"
+)
 
 
 class PlannedGraph:
@@ -81,8 +90,8 @@ class PlannedGraph:
         input_names: names of its inputs in the user's code, by tensor.
         check_writes: True to detect writes to inputs that autograd does not see.
         laid_out: its capture with room for gradients as eager PyTorch lays them out, to be planned again; or None.
-        room_bytes: what the first plan may take.
-        lean: a schedule that keeps little memory between the passes; None until one is computed.
+        provisional: True if its plan keeps as little as it can, because the graphs of its step were not known.
+        room_bytes: what a plan may take that is provisional or alone in its step; 0 for others.
         arena: the arena of the passes of all graphs of a step; None for PyTorch's allocator.
         watch: called with the inputs of a forward pass; returns a function of its results and of a tensor that dies with the
             saved ones.
@@ -115,6 +124,7 @@ class PlannedGraph:
         self._strides: _Strides | None = None  # of the gradients of results in the present backward pass
         self._layouts: dict[_Strides, Capture] = {}  # by the strides that were seen
         self._laid_out: dict[_Strides, Passes] = {}  # of the last plan
+        self._said = set[str]()  # warnings of layouts that plans do not follow
         self.laid_out: Capture | None = None
         self._plain = captured  # where gradients are laid out as the results are
         self.room_bytes = 0
@@ -123,7 +133,7 @@ class PlannedGraph:
         self.outline: Outline | None = None
         self.input_names: Mapping[int, str] = {}
         self.check_writes = False
-        self.lean: Schedule | None = None
+        self.provisional = False
         self.arena = arena
         self.watch: Callable[[list[Any]], Callable[[list[Any], torch.Tensor], None]] | None = None
         self._arena_key = object()
@@ -230,10 +240,20 @@ class PlannedGraph:
         # Passes of earlier plans stay: a backward pass may follow the plan of a forward pass that has run.
         self._passes.append(self.build_passes(schedule, self.captured.program))
         self._laid_out.clear()
-        self._schedule, self.room_bytes = schedule, 0
+        self._schedule, self.provisional, self.room_bytes = schedule, False, 0
         if self.arena is not None:
             self.arena.forget()
         self.copy_inputs(UNLIMITED_BYTES)
+
+    @property
+    def has_plan(self) -> bool:
+        """True if it has a schedule."""
+        return bool(self._passes)
+
+    def plan_provisionally(self, room_bytes: int, schedule: Schedule) -> None:
+        """Run by a schedule that keeps as little as it can within `room_bytes`."""
+        self.schedule = schedule
+        self.provisional, self.room_bytes = True, room_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -315,6 +335,11 @@ class PlannedGraph:
         allowed_bytes = min(own_bytes, room_bytes)
         return room_bytes - allowed_bytes + self._passes[-1].changed_inputs.begin(allowed_bytes)
 
+    def list_copies(self, plan: torch.Tensor) -> list[torch.Tensor]:
+        """Return the copies of inputs that a forward pass has taken beside its plan; `plan` is the last of its results."""
+        taken = getattr(plan.untyped_storage(), "inputs", ())
+        return [given.copy for given in taken if given.copy is not None and given.tensor not in self.captured.copied]
+
     def count_copies(self) -> None:
         """Keep copies of changed inputs for the backward pass, and count them: the graph must be planned again."""
         plain, self._plain = self._plain, keep_copies(self._plain, self.changed)
@@ -335,11 +360,20 @@ class PlannedGraph:
         Otherwise ``laid_out`` is set. `incoming` are the gradients of the results; None where the loss does not read one.
         """
         self._strides = strides = tuple(value.stride() if isinstance(value, torch.Tensor) else None for value in incoming)
-        if strides in self._layouts or len(self._layouts) == _MOST_LAYOUTS or len(incoming) != self.outputs:
+        if strides in self._layouts or _MANY_LAYOUTS in self._said or len(incoming) != self.outputs:
             return
         given = {node: strides[i] for node, i in self._results.items()}
+        laid_out = [node for node, strides in given.items() if strides not in (None, get_fake(node).stride())]
+        if len(self._layouts) == _MOST_LAYOUTS:
+            self._said.add(_MANY_LAYOUTS)
+            warn_caller(_MANY_LAYOUTS.format(self._name_results(laid_out), _MOST_LAYOUTS, self.rounding))
+            return
         plain, known, graph = self._plain, self.laid_out or self.captured, self.captured.graph
-        layout = lay_out_tangents(self._module.graph, plain, given) if plain.values else plain
+        layout, others = lay_out_tangents(self._module.graph, plain, given) if plain.values else (plain, [])
+        if others and _NOT_LAID_OUT not in self._said:
+            self._said.add(_NOT_LAID_OUT)
+            readers = ", ".join(dict.fromkeys(f"{node.name} ({format_node(node)})" for node in others))
+            warn_caller(_NOT_LAID_OUT.format(readers, self.rounding))
         self._layouts[strides] = layout
         most_bytes = [max(a.workspace_bytes, b.workspace_bytes) for a, b in zip(known.graph.ops, layout.graph.ops, strict=True)]
         ops = (replace(op, workspace_bytes=n) for op, n in zip(known.graph.ops, most_bytes, strict=True))
@@ -351,19 +385,21 @@ class PlannedGraph:
             self.captured = captured
             return
         self.laid_out = captured
-        self._warn_of_layouts(node for node, given in given.items() if given not in (None, get_fake(node).stride()))
-
-    def _warn_of_layouts(self, tangents: Iterable[fx.Node]) -> None:
-        """Warn that this step cannot read the gradients `tangents` as they lie."""
-        results = [list_outputs(self._module.graph)[self._results[node]][0] for node in tangents]
-        lines = {
-            format_location(find_traced_line(result.meta.get("stack_trace"))) for result in results if isinstance(result, fx.Node)
-        }
         warn_caller(
-            f"the gradient of what {', '.join(sorted(lines))} returns is laid out otherwise "
-            "than the result: gradients of this step that are sums over it may differ from eager PyTorch's in the last bit. The "
-            "next steps are planned for its layout"
+            f"the gradient of what {self._name_results(laid_out)} returns is laid out otherwise "
+            "than the result: gradients of this step that are sums over it may differ from eager PyTorch's in the last bit "
+            f"({self.rounding}). The next steps are planned for its layout"
         )
+
+    @property
+    def rounding(self) -> str:
+        """The size of a rounding in the types of the gradients of results."""
+        return describe_rounding(node.meta["val"].dtype for node in self._results)
+
+    def _name_results(self, tangents: Iterable[fx.Node]) -> str:
+        """Return the lines that make the results whose gradients are `tangents`."""
+        results = [list_outputs(self._module.graph)[self._results[node]][0] for node in tangents]
+        return ", ".join(sorted({format_node(result) for result in results if isinstance(result, fx.Node)}))
 
     def _choose_passes(self, number: int) -> Passes:
         """Return the passes of the plan `number`, which read gradients as they now lie if that plan is the last and has room."""
@@ -487,6 +523,13 @@ def _create_node_like(graph: fx.Graph, value: object) -> fx.Node | None:
     node = graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
     node.meta = {"val": value.meta["val"]}
     return node
+
+
+def describe_rounding(dtypes: Iterable[torch.dtype]) -> str:
+    """Return how much one addition of a sum may be rounded otherwise, in each of the floating-point `dtypes`."""
+    floating = sorted({dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}, key=str)
+    sizes = (f"{torch.finfo(dtype).eps / 2:.0e} of it in {format_dtype(dtype)}" for dtype in floating)
+    return f"each addition of a sum is rounded by at most {', '.join(sizes)}"
 
 
 def get_graph_device(joint: fx.GraphModule) -> torch.device:

@@ -1,22 +1,29 @@
 """One budget for all the graphs of a compiled model.
 
-Graphs are compiled when they are reached: the first is planned before the others are known. So a graph that others follow keeps
-little memory at first, and leaves room for the gradients of all parameters in its scope. After the first step all graphs and the
-memory that each needs are known, and they are planned again together.
+Graphs are compiled when they are reached: the first is planned before the others are known, and nothing says that one is the
+last, as the model may be called again before the backward pass. So each graph of a step that is not known runs by a provisional
+plan: of the schedules that fit, the one that keeps least until its backward pass. It leaves room for the gradients of all
+parameters of the model. After the step all graphs and the memory that each needs are known, and they are planned together, with
+those of other steps that have a graph in common.
+
+Before, graphs that nothing followed had the whole budget at once, and a share was one of each graph's own peak: first steps took
+up to twice their budget where others followed all the same, and so did each step of a model called once and twice in turns.
 
 If a step has only one graph, it is planned for the memory that the budget counts. Several graphs of a step are planned for
 allocated bytes, which are lowered until the memory that they reserve together fits the budget.
 
-Known weakness: which graphs belong to one step is known only after it has run, so that the first step runs by plans that keep
-little.
+Known weaknesses: first steps are slower than the budget asks. A step that begins as a known one, and has more graphs, exceeds the
+budget by what the graphs known keep.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -30,7 +37,8 @@ from graphs.options.option import Feature
 from graphs.schedule import Schedule, count_kept_bytes
 from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
-from graphs.units import format_bytes
+from graphs.units import UNLIMITED_BYTES, format_bytes
+from graphs.walks import walk
 from planner.capture.lowering.lower import Capture
 from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.memory.fit import Bracket, fit
@@ -47,14 +55,15 @@ from planner.plans.search import StepSearch
 from planner.plans.summary import summarize
 from planner.progress import Stage, Stages, list_views
 from planner.runtime.arena import Arena, SharedSlab
+from planner.runtime.changed_inputs import has_memory
 from planner.settings.budget import Auto, Budget, Bytes, Share
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import OptionSettings
 from planner.train.backend.joint_planning import JointPlanning
 from planner.train.backend.model_calls import CALL, get_outside, list_model_tensors
-from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
-from planner.train.backend.rest_of_step import add_rest, build_keep_everything, find_lean_schedule
+from planner.train.backend.planned_graph import PlannedGraph, describe_rounding, get_graph_device
+from planner.train.backend.rest_of_step import add_rest, build_keep_everything, find_lean_schedule, find_least_schedule
 from planner.train.backend.settings import BackendSettings
 from planner.train.backend.shared_channels import SharedChannels, compute_host_room, set_host_bytes
 from planner.train.backend.step_memory import (
@@ -72,35 +81,64 @@ from planner.train.backend.unplanned_graph import UnplannedGraph
 
 _log = logging.getLogger(__name__)
 
+_OBSERVED = 8  # steps that run by provisional plans after one that began as a known step and had more graphs
 _FITS = 5  # attempts to plan the graphs of a step together so that they reserve no more than the budget
 
 
 @dataclass(slots=True)
 class _ForwardRun:
-    """A forward pass; `alive` until its backward pass has run."""
+    """A forward pass; `alive` until its backward pass has run.
+
+    Attributes:
+        copies: those of inputs that its plan does not count.
+    """
 
     graph: PlannedGraph
     seen: PassStorages
+    schedule: Schedule
     plan: StorageWeakRef | None = None
+    copies: Sequence[ref[torch.Tensor]] = ()
 
     @property
     def alive(self) -> bool:
         return self.plan is None or not self.plan.expired()
 
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes in memory until its backward pass, without static memory."""
+        copied_bytes = sum(copy.untyped_storage().nbytes() for copy in self._list_copies())
+        return count_kept_bytes(self.graph.captured.graph, self.schedule) + copied_bytes
+
+    def free_copies(self) -> bool:
+        """Free the copies; False if there are none."""
+        copies = self._list_copies()
+        for copy in copies:
+            copy.untyped_storage().resize_(0)
+        return bool(copies)
+
+    def _list_copies(self) -> list[torch.Tensor]:
+        found = (copy() for copy in self.copies)
+        return [copy for copy in found if copy is not None and has_memory(copy)]
+
 
 @dataclass(slots=True)
-class _StepBudget:
-    """The budget of a step whose graphs are known.
+class _KnownStep:
+    """A step whose graphs are known.
 
     Attributes:
+        seen: storages that each of its forward passes uses.
         planned_bytes: budget for which its graphs are planned together.
         requested_bytes: the most that they may request at once, in an arena and outside of it.
         less_bytes: by how much `planned_bytes` was last lowered because the arena was too large.
     """
 
+    seen: Sequence[PassStorages]
     planned_bytes: int
     requested_bytes: int
     less_bytes: int = 0
+
+
+_Step = tuple[PlannedGraph, ...]  # the graphs of its forward passes, in order
 
 
 class SharedBudget:
@@ -110,7 +148,7 @@ class SharedBudget:
         settings: of the plan of each graph.
         budget: the budget; ``auto`` is replaced by bytes when they are known.
         memory: the memory that it counts; the default depends on the device of the first graph.
-        learning: True until the graphs of a step and what they keep are known.
+        learning: True in steps whose graphs and what they keep are not known.
     """
 
     def __init__(self, settings: BackendSettings) -> None:
@@ -119,9 +157,14 @@ class SharedBudget:
         self._options = options = self.settings.options
         self._shared_channels = None if options.host_bytes is None else SharedChannels(options.host_bytes)
         self.forward_runs: list[_ForwardRun] = []
-        self._planned: dict[tuple[PlannedGraph, ...], _StepBudget] = {}  # steps whose graphs are planned together
-        self.learning, self._warned = True, False
-        self._reads: dict[object, list[int]] = {}  # by what a step computes gradients of, how often each of its graphs reads it
+        self._known: dict[_Step, _KnownStep] = {}  # steps whose graphs are planned together
+        self._following: Collection[_Step] = ()  # known steps that begin as the present one
+        self._unseen: dict[_Step, int] = {}  # steps that began as known ones, and how many more are observed in case they come
+        self._replaced: dict[PlannedGraph, Schedule] = {}  # plans for known steps that the present one does without
+        self._is_partly_seen = False  # the present step began as a known one
+        self.learning, self._warned = False, False
+        # By what a step computes gradients of, how often each of its graphs reads it.
+        self._reads: dict[tuple[int, int, torch.dtype], list[int]] = {}
         self._largest_bytes = 0  # peak of a step without recomputation
         self.known_graphs: dict[PlannedGraph, PassStorages] = {}
         self._before: dict[UnplannedGraph, PassStorages] = {}  # the last pass of each, before planned graphs
@@ -153,7 +196,7 @@ class SharedBudget:
         return Stages(*self._views, stages=(Stage.MEASURE, Stage.SOLVE))
 
     def add(self, graph: PlannedGraph, inputs: Sequence[object], model: Iterable[torch.Tensor], *, more: bool) -> None:
-        """Plan a graph that was just reached.
+        """Plan a graph that was just reached, before the graphs that follow are known.
 
         Args:
             model: parameters and buffers that it and other graphs may read.
@@ -162,41 +205,106 @@ class SharedBudget:
         Raises:
             InfeasibleError, LimitError: no schedule fits beside the memory that earlier graphs keep.
         """
-        self.learning = True
         if isinstance(self.budget, Auto):
             self.budget = Bytes(_compute_auto_bytes(inputs, model := list(model)))
         self.forward_runs = [run for run in self.forward_runs if run.alive]
         graph.watch = lambda args: self._begin(graph, args)
-        runs = [*(run.seen for run in self.forward_runs), self._collect_storages(inputs)]
-        kept = [run.graph.kept_bytes for run in self.forward_runs]
-        others = compute_bytes_of_others(runs, len(runs) - 1, kept)
-        order = [*(run.graph for run in self.forward_runs), graph]
+        self._plan_provisionally(graph, self._collect_storages(inputs), [*model, *list_model_tensors()], more=more)
+
+    def _plan_provisionally(
+        self, graph: PlannedGraph, seen: PassStorages, model: Iterable[torch.Tensor], *, more: bool = True
+    ) -> None:
+        """Let `graph` keep as little as it can, in a step whose graphs are not known; see ``add``.
+
+        A plan that was made for no more room stays. If nothing fits, the graph takes as little as it can: earlier graphs of the
+        step keep too much by plans for other steps, or the budget is a share of a peak to which graphs that follow will add.
+        """
+        earlier = [run for run in self.forward_runs if run.alive]
+        order, runs = [*(run.graph for run in earlier), graph], [*(run.seen for run in earlier), seen]
+        behind = find_unread(model, runs)
         whole = self.compute_whole_bytes(order, runs)
-        if self.forward_runs:
-            self._warn_of_several(whole - others, whole)
-        elif others >= whole:
+        waits = isinstance(self.budget, Share) and (bool(earlier) or more or bool(behind and behind.trained))
+        may_refuse = not waits and all(run.graph.provisional for run in earlier)
+
+        def compute_room(*later: PassStorages) -> int:
+            others = compute_bytes_of_others([*runs, *later], len(earlier), [run.kept_bytes for run in earlier])
+            alone = not earlier and not more
+            return self._compute_room(order, whole, alone=alone) - others
+
+        room = compute_room()
+        if earlier:
+            self._warn_of_several(room, whole)
+        elif room <= 0 and may_refuse:
             raise InfeasibleError(
-                f"memory outside of the graph to be planned already takes {format_bytes(others)}, and the budget is "
+                f"memory outside of the graph to be planned already takes {format_bytes(whole - room)}, and the budget is "
                 f"{format_bytes(whole)}: autograd holds it for ops that are not compiled. Raise the budget, or remove the graph "
                 "breaks (TORCH_LOGS=graph_breaks shows them)"
             )
-        whole = self._compute_room(order, whole, alone=not self.forward_runs and not more)
-        room = max(1, whole - others)
-        behind = find_unread(model, runs) if more else None
-        if behind is None:
-            self._plan_first(graph, room, more=more)
+        if graph.provisional and graph.room_bytes <= room:
             return
+        rooms = [room] if behind is None else [compute_room(behind), room]  # the model may have parameters that it never reads
+        found = self._find_lean(order, runs, rooms)
+        if found is None and any(run.free_copies() for run in earlier):
+            found = self._find_lean(order, runs, [compute_room()])
+        if found is None and not may_refuse:
+            if self._is_partly_seen:
+                warn_caller(_MORE_GRAPHS.format(format_bytes(whole)))
+            found = self._find_lean(order, runs, [find_least_schedule(graph.captured.graph, graph.tangents)[0]])
+        if found is None:
+            found = room, self._find_with_options(graph, room)
+        if graph.has_plan and not graph.provisional:
+            self._replaced[graph] = graph.schedule
+        graph.plan_provisionally(*found)
+
+    def _find_lean(
+        self, order: Sequence[PlannedGraph], runs: Sequence[PassStorages], rooms: Iterable[int]
+    ) -> tuple[int, Schedule] | None:
+        """Return the first of `rooms` in which the last graph fits, with the schedule there that keeps least; or None."""
+        graph = order[-1]
+
+        def solve(budget: Bytes) -> tuple[int, Schedule]:
+            room = budget.size_bytes
+            lean = find_lean_schedule(graph.captured.graph, graph.tangents, room, time_limit_s=self.settings.time_limit_s)
+            if lean is None:
+                raise InfeasibleError(f"nothing was found within {format_bytes(room)}")
+            return room, lean
+
+        def measure(found: tuple[int, Schedule]) -> int:
+            schedules = [*(each.schedule for each in order[:-1]), found[1]]
+            parts = [(each.captured.graph, schedule) for each, schedule in zip(order, schedules, strict=True)]
+            return self._predict_reserved(order, runs, parts)
+
+        for room in rooms:
+            with suppress(InfeasibleError):
+                found = solve(Bytes(room))
+                if self.memory is not CountedMemory.ALLOCATED:
+                    bracket = Bracket(self.budget.resolve(self._largest_bytes))
+                    found, _ = fit(found, solve, measure, bracket, allocated=itemgetter(0), tries=_FITS)
+                return found
+        return None
+
+    def _find_with_options(self, graph: PlannedGraph, room: int) -> Schedule:
+        """Return a schedule within `room`, with options, where those without them do not fit."""
+        order, captured = [*(run.graph for run in self.forward_runs), graph], graph.captured.graph
+        there = compute_host_room(order, graph, {each: each.on_host for each in order[:-1]}, self._host_bytes)
+        is_first = len(order) == 1
+        memory = self.memory if is_first else CountedMemory.ALLOCATED
         try:
-            self._plan_first(graph, max(1, whole - compute_bytes_of_others([*runs, behind], len(runs) - 1, kept)), more=more)
-        except InfeasibleError:
-            self._plan_first(graph, room, more=more)  # the model may have parameters that it never reads
+            return self._solve(set_host_bytes(captured, there), max(1, room), memory)
+        except InfeasibleError as error:
+            if is_first:
+                raise
+            kept = ", ".join(format_bytes(run.kept_bytes) for run in self.forward_runs)
+            raise InfeasibleError(
+                f"{error} The model is captured as several graphs, and this is not the first: those before it keep {kept} until "
+                "the backward pass. Removing graph breaks saves memory (TORCH_LOGS=graph_breaks shows them)"
+            ) from error
 
     def list_alone(self) -> list[PlannedGraph]:
         """Return the graphs that are alone in their steps; none while another step runs, or where more than they count."""
         if self._slab is not None or self._before or any(run.alive for run in self.forward_runs):
             return []
-        steps = [tuple(run.graph for run in self.forward_runs), *self._planned]
-        alone = [step[0] for step in steps if len(step) == 1 and step[0].lean is None]
+        alone = [step[0] for step in (tuple(run.graph for run in self.forward_runs), *self._known) if len(step) == 1]
         return [graph for graph in dict.fromkeys(alone) if not self.known_graphs[graph].followed_by]
 
     def compute_room_beside(self, inputs: Sequence[object]) -> int:
@@ -223,40 +331,6 @@ class SharedBudget:
                 f"{format_bytes(whole_bytes)}, and each what those before it leave, until all are planned together after the "
                 "first step. Removing graph breaks saves memory (TORCH_LOGS=graph_breaks shows them)",
             )
-
-    def _plan_first(self, graph: PlannedGraph, room: int, *, more: bool) -> None:
-        """Plan `graph` within `room` bytes, before the graphs that follow are known."""
-        captured = graph.captured.graph
-        order = [*(run.graph for run in self.forward_runs), graph]
-        there = compute_host_room(order, graph, {run.graph: run.graph.on_host for run in self.forward_runs}, self._host_bytes)
-        if more:
-            if isinstance(self.budget, Share):
-                room = summarize(captured).keep_everything_peak_bytes
-            graph.lean = find_lean_schedule(captured, graph.tangents, room, time_limit_s=self.settings.time_limit_s)
-        try:
-            if graph.lean is None:
-                memory = CountedMemory.ALLOCATED if self.forward_runs else self.memory
-                graph.schedule = self._solve(set_host_bytes(captured, there), room, memory)
-            else:
-                rest_bytes = room - captured.static_bytes - count_kept_bytes(captured, graph.lean)
-                graph.schedule = self.solve_leaving(graph, room, max(0, rest_bytes), graph.lean, there)
-            if self.memory is CountedMemory.ALLOCATED:
-                graph.room_bytes = room
-        except InfeasibleError as error:
-            if not self.forward_runs:
-                raise
-            if any(
-                run.graph.lean is None for run in self.forward_runs
-            ):  # was assumed to be the last graph; keeps less from now on
-                peak_bytes = summarize(captured).keep_everything_peak_bytes
-                graph.lean = find_lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.settings.time_limit_s)
-                graph.schedule = graph.lean or build_keep_everything(captured)
-                return
-            kept = ", ".join(format_bytes(run.graph.kept_bytes) for run in self.forward_runs)
-            raise InfeasibleError(
-                f"{error} The model is captured as several graphs, and this is not the first: those before it keep {kept} until "
-                "the backward pass. Removing graph breaks saves memory (TORCH_LOGS=graph_breaks shows them)"
-            ) from error
 
     def _solve(self, graph: Graph, budget_bytes: int, memory: CountedMemory = CountedMemory.ALLOCATED) -> Schedule:
         """Return a schedule of `graph` within a budget of `memory`; the graph already has the requested options."""
@@ -286,10 +360,6 @@ class SharedBudget:
         self._largest_bytes = max(self._largest_bytes, step_bytes)
         return self.budget.resolve(self._largest_bytes) if self._largest_bytes else 1  # all tensors are empty
 
-    def describe_only(self, graph: PlannedGraph) -> str:
-        """Return the plan of a graph in one line; "" if the step has other graphs, with which it is planned again."""
-        return "" if self.forward_runs or graph.lean is not None else self._describe_plans([graph], [PassStorages({}, {}, {})])
-
     def _describe_plans(self, graphs: Sequence[PlannedGraph], runs: Sequence[PassStorages]) -> str:
         """Return the plans of the graphs of a step in one line."""
         plans = [(graph.captured.graph, graph.schedule) for graph in graphs]
@@ -318,23 +388,38 @@ class SharedBudget:
             self._plan_again(graph)
         if (call := CALL.get()) is not None:
             call.budget = self
+        self._follow(graph)
         if self.learning:
             self.known_graphs[graph] = self._collect_storages(args)
-        run = _ForwardRun(graph, self.known_graphs[graph])
+        if not self._following:
+            self._plan_provisionally(graph, self.known_graphs[graph], list_model_tensors())
+        run = _ForwardRun(graph, self.known_graphs[graph], graph.schedule)
 
         def end(returned: list[Any], plan: torch.Tensor) -> None:
             if self.learning:
                 run.seen.add_outputs(returned)
             run.plan = StorageWeakRef(plan.untyped_storage())
+            if not self._following:
+                run.copies = [ref(copy) for copy in graph.list_copies(plan)]
             self.forward_runs.append(run)
 
         return end
+
+    def _follow(self, graph: PlannedGraph) -> None:
+        """Find the known steps that have begun as the present one, of which `graph` is next."""
+        if not self.forward_runs:
+            self.learning, self._is_partly_seen = any(step[0] is graph for step in self._unseen), False
+            self._following = () if self.learning else self._known
+        position = len(self.forward_runs)
+        self._following = [step for step in self._following if len(step) > position and step[position] is graph]
+        if not self._following and not self.learning:
+            self.learning, self._is_partly_seen = True, bool(position)
 
     def note_reads(self, args: Sequence[object], counts: Sequence[int]) -> None:
         """Note how often a graph of the present step reads each of `args`."""
         for arg, count in zip(args, counts, strict=False):  # none is counted of Inductor's kernels
             if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                self._reads.setdefault((id(arg.grad_fn or arg), arg.output_nr), []).append(count)
+                self._reads.setdefault((id(arg.grad_fn or arg), arg.output_nr, arg.dtype), []).append(count)
 
     def count(self, graph: UnplannedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return `compiled`, which runs `graph`, such that its memory counts for the planned graphs of its steps."""
@@ -367,15 +452,16 @@ class SharedBudget:
         return found
 
     def _plan_again(self, graph: PlannedGraph) -> None:
-        """Plan `graph` for the same peak as before, with copies of what changed between its passes, and gradients as they lie."""
+        """Plan `graph` for the same room as before, with copies of what changed between its passes, and gradients as they lie."""
         before, old = graph.captured, graph.schedule
-        peak_bytes = simulate(before.graph, old).peak_bytes
-        graph.read_laid_out()
-        if graph.changed:
-            _count_copies(graph)
+        peak_bytes = max(simulate(before.graph, old).peak_bytes, graph.room_bytes)
+        _read_changes(graph)
+        if graph.provisional:
+            graph.room_bytes = UNLIMITED_BYTES  # its plan is another now
+            return
         captured = graph.captured.graph
         try:
-            if graph.lean is None and not self.forward_runs:
+            if all(len(step) == 1 for step in self._known if graph in step):
                 schedule = self._solve(captured, peak_bytes)
             else:
                 rest_bytes = max(0, peak_bytes - captured.static_bytes - count_kept_bytes(captured, old))
@@ -389,66 +475,108 @@ class SharedBudget:
             graph.schedule = schedule
             return
         graph.captured = before
-        warn_caller(_NO_ROOM_FOR_LAYOUTS)
+        warn_caller(_NO_ROOM_FOR_LAYOUTS.format(graph.rounding))
 
     def _end_step(self) -> None:
         runs, self.forward_runs = self.forward_runs, []
         reads, self._reads = self._reads, {}
+        for graph, schedule in self._replaced.items():
+            graph.schedule = schedule
+            graph.copy_inputs(0)
+        self._replaced = {}
         step = tuple(run.graph for run in runs)
-        if step in self._planned:
-            self.learning = False
-        elif not self.learning:
-            self.learning = True  # the step has changed: observe the next one
-        else:
+        if self._is_partly_seen:
+            self._unseen[step] = _OBSERVED
+        elif step in self._known and self.learning:
+            self._unseen = {other: n - 1 for other, n in self._unseen.items() if n > 1 or other[0] is not step[0]}
+        elif not self._following:
+            self._unseen.pop(step, None)
             seen = [run.seen for run in runs]
             whole = self.compute_whole_bytes(step, seen)
-            self._planned[step] = _StepBudget(whole, whole - count_bytes_beside_requests(seen))
-            if len(runs) > 1 or runs[0].graph.lean is not None or seen[0].followed_by:
-                _warn_of_sums(reads.values())
-                for graph in dict.fromkeys(step):
-                    graph.read_laid_out()
-                    if graph.changed:
-                        _count_copies(graph)
-                with self.create_stages() as stages:
-                    with stages.run_stage(Stage.SOLVE, f"planning {len(runs)} graphs together"):
-                        try:
-                            self._plan_together(runs, whole)
-                        except InfeasibleError:
-                            changes = [graph.read_as_results() for graph in step]
-                            if not any(changes):
-                                raise
-                            warn_caller(_NO_ROOM_FOR_LAYOUTS)
-                            self._plan_together(runs, whole)
-                    stages.finish(f"{self._describe_plans(step, seen)}, {len(runs)} graphs")
-        if self._slab is not None and step in self._planned:
-            self._fit_arena(runs, self._planned[step])
+            known = self._known[step] = _KnownStep(seen, whole, whole - count_bytes_beside_requests(seen))
+            alone = len(runs) == 1 and not seen[0].followed_by
+            if not alone:
+                _warn_of_sums(reads)
+            self._warn_of_peak(runs, whole)
+            for graph in dict.fromkeys(step):
+                _read_changes(graph)
+            with self.create_stages() as stages:
+                activity = "" if alone else f"planning {len(runs)} graphs together"
+                with stages.run_stage(Stage.SOLVE, activity):
+                    try:
+                        self._plan_together(step)
+                    except InfeasibleError:
+                        del self._known[step]
+                        changed = [graph for graph in step if graph.read_as_results()]
+                        if not changed:
+                            raise
+                        warn_caller(_NO_ROOM_FOR_LAYOUTS.format(changed[0].rounding))
+                        self._known[step] = known
+                        self._plan_together(step)
+                stages.finish(self._describe_plans(step, seen) + ("" if alone else f", {len(runs)} graphs"))
+        if self._slab is not None and step in self._known:
+            self._fit_arena(runs, self._known[step])
 
-    def _plan_together(self, runs: Sequence[_ForwardRun], whole: int) -> None:
-        """Plan the graphs of a step together, for `whole` bytes."""
-        together = self._build_together(runs, self._compute_room([run.graph for run in runs], whole, alone=False))
-        together.warn_of_first_step()
+    def _warn_of_peak(self, runs: Sequence[_ForwardRun], whole: int) -> None:
+        """Warn if a step whose graphs were not known has exceeded the budget."""
+        plans = [(run.graph.captured.graph, run.graph.schedule) for run in runs]
+        most = compute_peak_bytes(plans, [run.seen for run in runs])
+        if most > whole:
+            warn_caller(
+                f"the first step took {format_bytes(most)}, more than its budget of {format_bytes(whole)}, because the "
+                "order of its graphs was not known yet: from now on they are planned together",
+            )
+
+    def _plan_together(self, step: _Step) -> None:
+        """Plan the graphs of a known step together, and with those of other steps that have a graph of it."""
+        steps = self._list_steps_with(step)
+        whole = self._known[step].planned_bytes
+        if len(step) == len(steps) == 1 and not self._known[step].seen[0].followed_by:
+            self._plan_alone(step[0], whole - compute_bytes_of_others(self._known[step].seen, 0, []))
+            return
+        together = self._build_together(steps, self._compute_room(step, whole, alone=False))
         together.plan()
-        self._fit_reserved(runs, whole)
+        self._fit_reserved(steps, whole)
         together.copy_inputs()
 
-    def _build_together(self, runs: Sequence[_ForwardRun], whole: int) -> JointPlanning:
-        order, seen = [run.graph for run in runs], [run.seen for run in runs]
+    def _list_steps_with(self, step: _Step) -> list[_Step]:
+        """Return the known steps that share a graph with `step`, or with one of these, which comes first."""
+        return list(walk([step], lambda one: (other for other in self._known if not set(one).isdisjoint(other))))
+
+    def _plan_alone(self, graph: PlannedGraph, room: int) -> None:
+        """Plan the only graph of a step within `room` bytes; its provisional plan stays if nothing better is found in time."""
+        try:
+            graph.schedule = self._solve(graph.captured.graph, room, self.memory)
+        except (InfeasibleError, LimitError):
+            if self.memory is not CountedMemory.ALLOCATED or not graph.provisional or graph.room_bytes > room:
+                raise
+            graph.schedule = graph.schedule
+        if self.memory is CountedMemory.ALLOCATED:
+            graph.room_bytes = room
+
+    def _build_together(self, steps: Sequence[_Step], whole: int) -> JointPlanning:
         return JointPlanning(
-            order, seen, whole, self.solve_leaving, host_bytes=self._host_bytes, limit_s=self.settings.time_limit_s
+            [(step, self._known[step].seen) for step in steps],
+            whole,
+            self.solve_leaving,
+            host_bytes=self._host_bytes,
+            limit_s=self.settings.time_limit_s,
         )
 
-    def _fit_reserved(self, runs: Sequence[_ForwardRun], whole: int) -> None:
-        """Plan the graphs of a step for less memory if they reserve more than the budget; warn if no such plans are found."""
+    def _fit_reserved(self, steps: Sequence[_Step], whole: int) -> None:
+        """Plan the graphs of steps for less memory if they reserve more than the budget; warn if no such plans are found."""
         if self.memory is CountedMemory.ALLOCATED:
             return
-        order, seen = [run.graph for run in runs], [run.seen for run in runs]
+        order = tuple(dict.fromkeys(graph for step in steps for graph in step))
         first = self._compute_room(order, whole, alone=False), {graph: graph.schedule for graph in order}
-        solve, measure = partial(self._replan, runs), partial(self._measure, order, seen)
+        solve, measure = partial(self._replan, steps, order), partial(self._measure, steps)
         (_, least), least_bytes = fit(first, solve, measure, Bracket(whole), allocated=itemgetter(0), tries=_FITS)
         for graph, schedule in least.items():
             if graph.schedule is not schedule:
                 graph.schedule = schedule
-        said = f"the {len(order)} graphs of the model reserve {format_bytes(least_bytes)} with a budget of {format_bytes(whole)}"
+        said = (
+            f"the {len(steps[0])} graphs of the model reserve {format_bytes(least_bytes)} with a budget of {format_bytes(whole)}"
+        )
         _log.info("%s, according to the model of PyTorch's allocator", said)
         if least_bytes > whole:
             warn_caller(
@@ -457,18 +585,19 @@ class SharedBudget:
                 "(TORCH_LOGS=graph_breaks shows them)",
             )
 
-    def _replan(self, runs: Sequence[_ForwardRun], budget: Bytes) -> tuple[int, dict[PlannedGraph, Schedule]]:
-        """Plan the graphs of a step together; return the allocated bytes that they were planned for, and their schedules."""
-        self._build_together(runs, budget.size_bytes).plan()
-        return budget.size_bytes, {run.graph: run.graph.schedule for run in runs}
+    def _replan(self, steps: Sequence[_Step], order: _Step, budget: Bytes) -> tuple[int, dict[PlannedGraph, Schedule]]:
+        """Plan the graphs of steps together; return the allocated bytes that they were planned for, and their schedules."""
+        self._build_together(steps, budget.size_bytes).plan()
+        return budget.size_bytes, {graph: graph.schedule for graph in order}
 
-    def _measure(
-        self, order: Sequence[PlannedGraph], seen: Sequence[PassStorages], found: tuple[int, dict[PlannedGraph, Schedule]]
-    ) -> int:
-        """Return the bytes that a step reserves by the schedules that were found."""
-        return self._predict_reserved(order, seen, [(graph.captured.graph, found[1][graph]) for graph in order])
+    def _measure(self, steps: Sequence[_Step], found: tuple[int, dict[PlannedGraph, Schedule]]) -> int:
+        """Return the most bytes that a step reserves by the schedules that were found."""
+        return max(
+            self._predict_reserved(step, self._known[step].seen, [(graph.captured.graph, found[1][graph]) for graph in step])
+            for step in steps
+        )
 
-    def _fit_arena(self, runs: Sequence[_ForwardRun], budget: _StepBudget) -> None:
+    def _fit_arena(self, runs: Sequence[_ForwardRun], budget: _KnownStep) -> None:
         """Plan the graphs of a step for less memory if their arena exceeds the budget, as there are gaps between addresses."""
         arena = runs[0].graph.arena
         assert arena is not None
@@ -492,9 +621,10 @@ class SharedBudget:
                     f"that need this much less were found: raise the budget, or leave out arena=True ({error})"
                 ) from error
 
-    def _lower(self, runs: Sequence[_ForwardRun], budget: _StepBudget, less_bytes: int) -> None:
+    def _lower(self, runs: Sequence[_ForwardRun], budget: _KnownStep, less_bytes: int) -> None:
         """Plan the graphs of a step together for `less_bytes` less than before."""
-        self._build_together(runs, budget.planned_bytes - less_bytes).plan()
+        steps = self._list_steps_with(tuple(run.graph for run in runs))
+        self._build_together(steps, budget.planned_bytes - less_bytes).plan()
         budget.planned_bytes -= less_bytes
         budget.less_bytes = less_bytes
 
@@ -515,27 +645,34 @@ class SharedBudget:
         return schedule if count_kept_bytes(captured, schedule) <= allowed else known
 
 
+_MORE_GRAPHS = (
+    "this step calls more graphs of the model than the steps before, whose plans leave no room for them: it exceeds the budget "
+    "of {}. If another one follows soon, it runs by plans that keep as little as they can, and is planned for then"
+)
 _NO_ROOM_FOR_LAYOUTS = (
     "no plan that fits reads gradients of results in layouts other than the results': sums over them may differ from eager "
-    "PyTorch's in the last bit. Raise the budget"
+    "PyTorch's in the last bit ({}). Raise the budget"
 )
 
 
-def _warn_of_sums(reads: Iterable[Sequence[int]]) -> None:
+def _warn_of_sums(reads: Mapping[tuple[int, int, torch.dtype], Sequence[int]]) -> None:
     """Warn if gradients are sums of several in one graph, to which those of other graphs are added."""
-    if any(len(counts) > 1 and max(counts) > 1 for counts in reads):
+    if dtypes := {dtype for (_, _, dtype), counts in reads.items() if len(counts) > 1 and max(counts) > 1}:
         warn_caller(
             "a weight or activation is used several times in a graph and by other graphs too: its gradients are added up in "
-            "another order than in eager PyTorch, which may change their last bits. TORCH_LOGS=graph_breaks names the lines "
-            "between the graphs: rewrite them, or train in a block of planner.rematerialize(budget=...), which needs no graph"
+            f"another order than in eager PyTorch, which may change their last bits ({describe_rounding(dtypes)}). "
+            "TORCH_LOGS=graph_breaks names the lines between the graphs: rewrite them, or train in a block of "
+            "planner.rematerialize(budget=...), which needs no graph"
         )
 
 
-def _count_copies(graph: PlannedGraph) -> None:
-    """Let plans of `graph` count copies of the inputs that were written between its passes, and say so."""
-    names = graph.format_names(graph.changed)
-    graph.count_copies()
-    warn_caller(f"planned again: {names} changed between forward and backward pass, so the plan keeps copies")
+def _read_changes(graph: PlannedGraph) -> None:
+    """Let plans of `graph` read gradients as they lie, and count copies of inputs that were written between its passes."""
+    graph.read_laid_out()
+    if graph.changed:
+        names = graph.format_names(graph.changed)
+        graph.count_copies()
+        warn_caller(f"planned again: {names} changed between forward and backward pass, so the plan keeps copies")
 
 
 def _release(device: torch.device) -> None:

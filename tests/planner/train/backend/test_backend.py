@@ -112,7 +112,7 @@ def test_layers_around_ops_of_eager_pytorch_are_planned(solves: list[int]) -> No
     model, x = halves(AroundEager), torch.randn(256, 32)
     twin = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="several graphs"):
-        assert_equal_steps(compiled(twin, budget="1MB"), twin, model, x)
+        assert_equal_steps(compiled(twin, budget="1MB"), twin, model, x, steps=2)
     assert len(solves) == 2
 
 
@@ -130,7 +130,7 @@ def test_graphs_share_the_budget_and_say_so(solves: list[int]) -> None:
     with pytest.warns(
         UserWarning, match=r"several graphs: the second one gets .* of 1.00 MB, and each what those before it leave"
     ):
-        assert_equal_steps(compiled(twin, budget="1MB"), twin, model, x)
+        assert_equal_steps(compiled(twin, budget="1MB"), twin, model, x, steps=2)
     assert len(solves) == 2
     unseen_bytes = sum(p.nbytes for p in model.second.parameters())
     assert solves[1] < solves[0] == 10**6 - 2 * unseen_bytes  # they, and their gradients
@@ -149,7 +149,7 @@ def test_each_shape_gets_a_plan_once(solves: list[int]) -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
     step = compiled(model, budget="100MB")
     with raise_warnings(UserWarning):
-        for size in (3, 5, 3, 5, 7):
+        for size in (3, 5, 3, 5, 7, 7):
             step(torch.randn(size, 8)).sum().backward()
     assert solves == [10**8] * 3
 
@@ -177,7 +177,7 @@ def test_a_model_in_eval_mode_is_another_graph_that_trains_too(solves: list[int]
     with raise_warnings(UserWarning):  # the two share no budget: one of them runs at a time
         for training in (True, False, True, False):
             assert_equal_steps(step, twin.train(training), model.train(training), x)
-    assert solves == [10**9, 10**9 - 8]  # evaluation does not read the number of batches, which is in memory
+    assert solves == [10**9 - 8, 10**9]  # evaluation does not read the number of batches, which is in memory
     assert torch.equal(compiled(twin.requires_grad_(requires_grad=False), budget="1GB")(x), model(x))
     assert len(solves) == 2
 

@@ -35,7 +35,8 @@ def in_turn(
     options = {"budget": "100%", "options": [option], "tolerance": 0.5}
     eager: Any = TrainingStep(model, loss_fn)
     step = torch.compile(TrainingStep(twin, loss_fn), backend="planner", dynamic=False, options=options)
-    step(*batch)
+    for _ in range(2):
+        step(*batch)
     (planned,) = graphs
     graph, found = planned.captured.graph, []
     for schedule in schedules(graph):
@@ -78,7 +79,8 @@ def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str, graphs: l
     model, loss_fn, batch = make(name)
     twin = copy.deepcopy(model)
     eager, step = TrainingStep(model, loss_fn), compiled(TrainingStep(twin, loss_fn))
-    step(*batch)
+    for _ in range(2):
+        step(*batch)
     twin.load_state_dict(model.state_dict())
     (planned,) = graphs
     graph = planned.captured.graph
@@ -107,8 +109,13 @@ def test_retain_graph_raises_if_the_plan_overwrites_saved_tensors(graphs: list[P
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 8)), torch.randn(256, 64)
     step = compiled(model)
+    step(x).sum().backward()
+    model.zero_grad()
     twice = step(x).sum()
-    twice.backward(retain_graph=True)  # by the first plan, which keeps everything
+    twice.backward(retain_graph=True)  # by a plan that keeps everything
+    twice.backward()
+    wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
     (planned,) = graphs
     graph = planned.captured.graph
     (sigmoid,) = (op.id for op in graph.ops if op.name == "sigmoid")
@@ -120,7 +127,5 @@ def test_retain_graph_raises_if_the_plan_overwrites_saved_tensors(graphs: list[P
         match=r"backward\(retain_graph=True\) needs tensors that the plan overwrites: leave out retain_graph=True, or",
     ):
         once.backward(retain_graph=True)
-    wanted = [2 * p.grad for p in model.parameters() if p.grad is not None]
     once.backward()
-    assert all(torch.equal(g, p.grad) for g, p in zip(wanted, model.parameters(), strict=True))
-    twice.backward()
+    assert all(torch.equal(g, 2 * p.grad) for g, p in zip(wanted, model.parameters(), strict=True) if p.grad is not None)

@@ -174,6 +174,8 @@ def test_dropped_loss_releases_host_memory(opened: list[HostChannels], graphs: l
 def test_a_backward_pass_may_come_twice(graphs: list[PlannedGraph], opened: list[HostChannels]) -> None:
     model, x = layers(), torch.randn(256, 64)
     step = compiled_with_offload(model, "60%")
+    trained_once(step, x)
+    model.zero_grad()
     out = step(x).sum()
     out.backward(retain_graph=True)
     (graph,), (channels,) = graphs, opened
@@ -186,6 +188,7 @@ def test_a_backward_pass_may_come_twice(graphs: list[PlannedGraph], opened: list
 
 def test_saved_tensor_hooks_raise(graphs: list[PlannedGraph]) -> None:
     step, x = compiled_with_offload(layers(), "60%"), torch.randn(256, 64)
+    trained_once(step, x)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
         out = step(x).sum()
     assert graphs[0].on_host[1]
@@ -238,15 +241,14 @@ def test_a_copy_that_fails_is_one_error_and_the_step_can_be_called_again(
     assert_same_state(model, twin)
 
 
-def test_a_host_that_is_too_small_for_two_passes_is_one_error(graphs: list[PlannedGraph], opened: list[HostChannels]) -> None:
+def test_a_second_pass_that_no_plan_expects_takes_no_host_memory(graphs: list[PlannedGraph], opened: list[HostChannels]) -> None:
     step, x = compiled_with_offload(layers(), "60%"), torch.randn(256, 64)
     for _ in range(2):  # the first backward pass shows the layouts that the next plan follows
         trained_once(step, x)
     opened[0].memory.capacity_bytes = graphs[0].on_host[0]
     first = step(x)
-    with pytest.raises(CopyError, match=r"call backward\(\) before the next forward pass, or raise host_budget="):
-        step(x)
-    first.sum().backward()
+    (step(x) + first).sum().backward()
+    assert opened[0].memory.used_bytes == graphs[0].on_host[0] == 0
 
 
 @pytest.mark.parametrize(

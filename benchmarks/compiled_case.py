@@ -23,7 +23,6 @@ from planner.settings.plan import PlanSettings
 from planner.studies.baselines import Method, build_memory_budget, build_torch_compile
 from planner.studies.measured import Benchmark, Measured
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_text, declare_value
-from planner.train.compile.step import PlannedStep
 
 REFERENCE = "torch.compile"
 OURS = "planner inductor"
@@ -201,7 +200,7 @@ class _Comparison:
             plan_s=plan_s,
             compile_s=model.asked_s - asked_s,
         )
-        row = _add_measured(row, self._benchmark.enter(_make_method(name, step)))
+        row = _add_measured(row, self._benchmark.enter(Method(name, lambda *_: step)))
         if row.measured_peak_bytes is not None and step.plan.arena_bytes is not None:
             row = replace(row, measured_peak_bytes=row.measured_peak_bytes + step.plan.arena_bytes)  # not PyTorch's allocator's
         return row, name
@@ -214,10 +213,6 @@ class _Comparison:
             graphs = [(captured if method == ATEN else add_traced(captured, (IN_PLACE.name,))).graph for captured in timed]
             self._least[method] = min(find_least_bytes(graph, _LEAST_S) for graph in graphs)
         return self._least[method]
-
-
-def _make_method(name: str, step: PlannedStep) -> Method:
-    return Method(name, lambda *_: step)
 
 
 def _add_times(row: CompiledRow, own: Sequence[float], times: Mapping[str, Sequence[float]]) -> CompiledRow:

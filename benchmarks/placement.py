@@ -152,11 +152,6 @@ class Pair:
         ops = tuple(op if time_s is None else replace(op, time_s=time_s) for op, time_s in times)
         return Graph(ops, self.main.tensors, self.main.kept, self.main.provenance)
 
-    def build_both(self, capacity_bytes: int | None) -> Graph:
-        """Return the step with placement, and this capacity of the other memory, None for no limit."""
-        second = replace(self.second, capacity_bytes=capacity_bytes)
-        return apply_options(self.main, ("placement",), Surroundings(others=(second,)))
-
 
 def pair_of(step: Workload, pair: str) -> Pair:
     """Return the step on the two devices of `pair`."""
@@ -190,7 +185,8 @@ def compare(name: str, pair: str, step: Workload, devices: Pair, budget: str, *,
     """Yield the rows of one model, whose `step` is given, on one pair of devices at one budget."""
     unlimited = budget == NO_LIMIT
     budget_bytes = read_budget("1000%" if unlimited else budget).resolve(summarize(devices.main).keep_everything_peak_bytes)
-    both = devices.build_both(None if unlimited else budget_bytes)
+    second = replace(devices.second, capacity_bytes=None if unlimited else budget_bytes)
+    both = apply_options(devices.main, ("placement",), Surroundings(others=(second,)))
     graphs, solvers = (devices.main, devices.other, both, both, both), ("windows", "windows", *_XENGINE, "windows")
     for method, graph, solver in zip(METHODS, graphs, solvers, strict=True):
         params = XEngineParams(again=not unlimited) if solver in _XENGINE else None

@@ -64,11 +64,6 @@ def iterate_rows(frame: pd.DataFrame) -> Iterator[Any]:
     return iter(frame.astype(object).where(frame.notna(), None).itertuples(index=False))
 
 
-def find_solved(solves: pd.DataFrame) -> "pd.Series[bool]":
-    """Return for each solve True if it was solved nearly to the optimum, or proved infeasible."""
-    return (solves["gap"] <= NEAR) | (solves["status"] == "infeasible")
-
-
 _column = partial(Column, missing="-")
 _SOLVE_COLUMNS = (
     "graph",
@@ -210,7 +205,7 @@ def draw_solves(rows: Sequence[SolverRow], path: Path) -> None:
     left, right = figure.subplots(1, 2)
     names = solves["suite"].where(solves["solver"] != REFERENCE, BY_REFERENCE)
     for i, (name, group) in enumerate(solves.groupby(names, sort=False)):
-        done = find_solved(group)
+        done = (group["gap"] <= NEAR) | (group["status"] == "infeasible")
         color, marker = (_REFERENCE_COLOR, "D") if name == BY_REFERENCE else _SUITES[i % len(_SUITES)]
         left.scatter(group["ops"][done], group["seconds"][done], color=color, marker=marker, s=18)
         left.scatter(group["ops"][~done], group["seconds"][~done], edgecolors=color, facecolors="none", marker=marker, s=18)

@@ -110,10 +110,7 @@ class GlibcAllocator:
             self._put(offset, size_bytes)
             return
         self._top = offset
-        self._trim()
-
-    def _trim(self) -> None:
-        """Return the end of the heap if it is larger than the threshold (``systrim``)."""
+        # The end of the heap is returned if it is larger than the threshold (``systrim``).
         top_bytes = self._heap.size_bytes - self._top
         if top_bytes >= self._trim_threshold_bytes:
             self._grow(-max(0, (top_bytes - _LEAST_BYTES - 1 - _TOP_PAD_BYTES) // _PAGE_BYTES * _PAGE_BYTES))

@@ -98,7 +98,8 @@ class _Log:
         match line:
             case ConstantLine():
                 self.counts["CONSTANT"] += 1
-                self.execute_constant(line)
+                self.check_new("NAME", line.name)
+                self.names[line.name] = self.record.add_constant(line.name, self.read_memory(line.name))
             case CallLine():
                 self.counts["CALL"] += 1
                 self.call(line)
@@ -116,11 +117,6 @@ class _Log:
                     self.record.phase = Phase.BACKWARD
             case _:
                 self.refuse("INSTRUCTION", "after the CONSTANT or CALL that it belongs to")
-
-    def execute_constant(self, line: ConstantLine) -> None:
-        """Execute CONSTANT, followed by MEMORY of the same name."""
-        self.check_new("NAME", line.name)
-        self.names[line.name] = self.record.add_constant(line.name, self.read_memory(line.name))
 
     def call(self, line: CallLine) -> None:
         """Execute CALL, followed for each result by MEMORY and ALIAS (the index of an argument, or -1)."""

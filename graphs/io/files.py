@@ -66,7 +66,10 @@ def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str], 
     if not os.fspath(path):
         raise OutputError("the name of the file to write is empty")
     if (descriptor := open_descriptor(path)) is not None:
-        _check_descriptor(path, descriptor)
+        try:
+            os.fstat(descriptor)
+        except (OSError, OverflowError) as error:
+            raise _make_output_error(path, error) from None
         return
     try:
         target = _find_target(path)
@@ -238,13 +241,6 @@ def _is_replaceable(target: Path) -> bool:
 def _find_target(path: str | os.PathLike[str]) -> Path:
     """Return the file to replace: the target of a symbolic link, not the link."""
     return Path(os.path.realpath(path))
-
-
-def _check_descriptor(path: str | os.PathLike[str], descriptor: int) -> None:
-    try:
-        os.fstat(descriptor)
-    except (OSError, OverflowError) as error:
-        raise _make_output_error(path, error) from None
 
 
 def _write_through(path: str | os.PathLike[str], content: bytes, descriptor: int | None) -> None:

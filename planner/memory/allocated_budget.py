@@ -13,9 +13,8 @@ from planner.memory.arena_rules import build_arena_rules
 from planner.memory.reserved import is_on_cuda
 from planner.settings.plan import PlanSettings
 from solvers.arena.solve import solve_in_arena
-from solvers.order.background import OrderSearch
 from solvers.order.reorder import reorder_by
-from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order, solve_reordered
+from solvers.order.solve import OrderSearch, SolvedOrder, solve_in, solve_in_best_order, solve_reordered
 from solvers.registry import Solver, get_solver
 from solvers.request import Request
 from solvers.result import Result

@@ -12,7 +12,7 @@ from graphs.options.selection import list_exact_ops
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from graphs.units import UNLIMITED_BYTES, format_enough
+from graphs.units import UNLIMITED_BYTES, format_bytes, format_enough
 from planner.capture.options import apply_options, get_option, list_options_to_try, order_as_executed
 from planner.memory.allocated_budget import REORDERED
 from planner.memory.least_budget import LeastBudget, find_least_budget
@@ -23,7 +23,7 @@ from solvers.bounds import bound_least_budget
 from solvers.clock import measure_rest
 from solvers.order.solve import SolvedOrder
 from solvers.request import Request, Start
-from solvers.result import Result, SolveProgress, Status
+from solvers.result import Reason, Result, SolveProgress, Status
 
 _TIGHT = 1.15  # times the bound on the least budget: for budgets below, the least budget is looked for before the solve
 _TIGHT_SHARE = 0.5  # of the clock, at most, for that
@@ -110,7 +110,7 @@ class KnownBudgets:
             return result
         self._look(self._is_late)
         if self._least is None or self._witness is None:
-            return result.map_to(message=result.message + self._describe_hints())
+            return result.map_to(message=result.message + self._describe_hints() + self._describe_time(result))
         same = self._least.order == solved.order.original and result.bound_s is not None
         bound_s = result.bound_s if same else graph.time_s if graph.plain else None
         return replace(
@@ -132,7 +132,16 @@ class KnownBudgets:
         if least is None or least.found_bytes <= self.request.budget_bytes:
             return ""
         known = f"A schedule is known for {format_enough(min(least.found_bytes, self._learned_bytes))}."
-        return "".join(f" {said}" for said in (known, *self._options))
+        proved = f" The least budget of {self.memory} memory is at least {format_bytes(least.proved_bytes)}."
+        said = "" if self.memory is CountedMemory.ALLOCATED else proved  # solvers name allocated bytes
+        return said + "".join(f" {hint}" for hint in (known, *self._options))
+
+    def _describe_time(self, result: Result) -> str:
+        """Return a sentence with the time of the whole call, if that is why nothing was found."""
+        if result.reason is not Reason.TIME:
+            return ""
+        clock = self.request.clock
+        return f" It took {clock.format_amount(clock.now)} (limit {clock.format_amount(clock.limit)})."
 
     def _tell(self, progress: SolveProgress) -> None:
         clock, request = self.request.clock, self.request

@@ -36,7 +36,7 @@ _LOCAL_NEXT = 0.2  # of what is left, for each of them
 _LESS = 0.75  # of the excess before: margins that leave more are no way to the budget
 _CLOSE = 0.005  # of the budget: margins that differ by no more are not told apart,
 _CLOSEST = 0.0003  # nor budgets of allocated bytes
-_TIGHTER = 0.1  # of the tolerance: for budgets after the first, whose solves start from a schedule that is close
+_TIGHTER = 0.1  # of the tolerance: for fewer bytes than the budget, whose solves start from a schedule that is close
 
 Run = Callable[[Request], SolvedOrder]  # a solve whose budget counts allocated bytes
 
@@ -85,8 +85,7 @@ def solve_counted(
         first = search.solve(most_bytes, 1.0, {})
     if first.result.schedule is None:
         said = f" Of the {format_bytes(budget_bytes)}, {beside.describe_parts()}." if beside.kept_bytes else ""
-        message = first.result.message + (said if first.result.status is Status.INFEASIBLE else "")
-        return replace(first, result=first.result.map_to(budget_bytes=budget_bytes, message=message))
+        return replace(first, result=first.result.map_to(budget_bytes=budget_bytes, message=first.result.message + said))
     search.bound_s = first.result.bound_s
     excess_bytes = search.learn(most_bytes, first.result)
     if search.best is None and arena is False:
@@ -95,7 +94,10 @@ def solve_counted(
         asked_bytes = search.choose_next_bytes()
         if asked_bytes is None or search.is_over():
             break
-        search.learn(asked_bytes, search.solve(asked_bytes, _NEXT if search.is_new(asked_bytes) else 1.0, {}).result)
+        solved = search.solve(asked_bytes, _NEXT if search.is_new(asked_bytes) else 1.0, {})
+        search.learn(asked_bytes, solved.result)
+        if asked_bytes == most_bytes:
+            first = search.add_proof(first, solved)
     return replace(first, result=search.end(first.result))
 
 
@@ -166,7 +168,7 @@ class _Search:
                 should_stop=lambda: (self._found and request.is_interrupted()) or self.must_stop(),
                 on_schedule=partial(self._offer_interim, asked_bytes, margins),
                 start=self._start or request.start,
-                tolerance=request.tolerance if self._start is None else Tolerance.of(_TIGHTER * request.tolerance.first),
+                tolerance=request.tolerance if self.bracket.misses is None else Tolerance.of(_TIGHTER * request.tolerance.first),
             )
         )
         result = solved.result
@@ -289,9 +291,17 @@ class _Search:
         bracket = self.bracket
         close_bytes = 1 if self.best is None else _CLOSEST * self.request.budget_bytes
         asked_bytes = bracket.choose_next_bytes(close_bytes, self._arena_excess_bytes if bracket.missed > 1 else 0)
-        if asked_bytes is None and bracket.misses and bracket.fits and self._is_unfinished:
+        if asked_bytes is None and bracket.fits and self._is_unfinished:
             return bracket.fits[0]
         return asked_bytes
+
+    def add_proof(self, first: SolvedOrder, again: SolvedOrder) -> SolvedOrder:
+        """Return the solve for the whole budget whose bound holds for the best schedule: `again`, which went on, or `first`."""
+        same = first.order.original == again.order.original
+        if not same and (self.best is None or self.best.schedule != again.result.schedule):
+            return first
+        self.bound_s = max(one.result.bound_s or 0.0 for one in ([first, again] if same else [again]))
+        return again
 
     def end(self, first: Result) -> Result:
         """Return the result of all solves, of which `first` was for the whole budget."""
@@ -332,10 +342,10 @@ class _Search:
         known = "" if told else f": the least found is {format_enough(self._least_bytes or 0)}"
         none = f"no schedule was found that reserves at most {format_bytes(self.request.budget_bytes)}{known}. Raise the budget"
         if self.arena:
-            return f"{none} or the time limit"
+            return f"{none} or the time limit."
         expandable = f"memory={self.memory.expandable.value!r}, with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
         segments = "" if self.memory.is_expandable else f"expandable segments ({expandable}), or "
-        return f"{none}, or let it count {segments}only allocated memory (memory={CountedMemory.ALLOCATED.value!r})"
+        return f"{none}, or let it count {segments}only allocated memory (memory={CountedMemory.ALLOCATED.value!r})."
 
     def _get_status(self, result: Result) -> Status:
         return decide_status(result.time_s, self.bound_s, self._get_tolerance(result))

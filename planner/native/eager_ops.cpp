@@ -26,6 +26,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <memory>
@@ -89,56 +90,46 @@ bool add_wrapped_number(Key& key, const at::Tensor& wrapped) {
   }
 }
 
-// Adds what the record of an op depends on, but for its tensors; returns false for an unsupported type of value.
+// Adds what the record of an op depends on, but for its tensors; returns false for an unsupported type of value. The low bits of the
+// first number say what it is.
 bool add_to_key(Key& key, const IValue& value) {
   if (value.isTensor()) {
     const auto& tensor = value.toTensor();
-    key.push_back(tensor.defined() ? 1 : 2);
-    if (tensor.defined()) {
-      key.push_back(has_memory(value));
-      key.push_back(static_cast<int64_t>(tensor.scalar_type()));
-      key.push_back(static_cast<int64_t>(tensor.device().type()));
-      key.push_back(tensor.device().index());
-      key.push_back(tensor.dim());
-      key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
-      key.insert(key.end(), tensor.strides().begin(), tensor.strides().end());
-      return has_memory(value) || add_wrapped_number(key, tensor);
+    if (!tensor.defined()) {
+      key.push_back(2);
+      return true;
     }
-  } else if (value.isNone()) {
+    const bool counts = has_memory(value);
+    const auto device = tensor.device();
+    key.push_back(1 | counts << 4 | static_cast<int64_t>(tensor.scalar_type()) << 8 | static_cast<int64_t>(device.type()) << 16 |
+                  static_cast<int64_t>(static_cast<uint8_t>(device.index())) << 24 | tensor.dim() << 32);
+    key.append(tensor.sizes().begin(), tensor.sizes().end());
+    key.append(tensor.strides().begin(), tensor.strides().end());
+    return counts || add_wrapped_number(key, tensor);
+  }
+  if (value.isNone()) {
     key.push_back(3);
   } else if (value.isDouble()) {
-    key.push_back(4);
-    key.push_back(c10::bit_cast<int64_t>(value.toDouble()));
+    key.append({4, c10::bit_cast<int64_t>(value.toDouble())});
   } else if (value.isBool()) {
     key.push_back(value.toBool() ? 5 : 6);
   } else if (value.isInt()) {
-    key.push_back(7);
-    key.push_back(value.toInt());
+    key.append({7, value.toInt()});
   } else if (value.isString()) {
     const auto& text = value.toStringRef();
-    key.push_back(8);
-    key.push_back(static_cast<int64_t>(text.size()));
-    key.insert(key.end(), text.begin(), text.end());
+    key.push_back(8 | static_cast<int64_t>(text.size()) << 4);
+    key.append(text.begin(), text.end());
   } else if (value.isComplexDouble()) {
-    key.push_back(11);
-    key.push_back(c10::bit_cast<int64_t>(value.toComplexDouble().real()));
-    key.push_back(c10::bit_cast<int64_t>(value.toComplexDouble().imag()));
+    const auto number = value.toComplexDouble();
+    key.append({11, c10::bit_cast<int64_t>(number.real()), c10::bit_cast<int64_t>(number.imag())});
   } else if (value.isGenerator()) {
-    key.push_back(12);
-    key.push_back(reinterpret_cast<int64_t>(value.toGenerator().unsafeGetGeneratorImpl()));
+    key.append({12, reinterpret_cast<int64_t>(value.toGenerator().unsafeGetGeneratorImpl())});
   } else if (value.isDevice()) {
-    key.push_back(9);
-    key.push_back(static_cast<int64_t>(value.toDevice().type()));
-    key.push_back(value.toDevice().index());
+    key.append({9, static_cast<int64_t>(value.toDevice().type()), value.toDevice().index()});
   } else if (value.isList()) {
     const auto items = value.toListRef();
-    key.push_back(10);
-    key.push_back(static_cast<int64_t>(items.size()));
-    for (const IValue& item : items) {
-      if (item.isList() || !add_to_key(key, item)) {
-        return false;
-      }
-    }
+    key.push_back(10 | static_cast<int64_t>(items.size()) << 4);
+    return std::all_of(items.begin(), items.end(), [&](const IValue& item) { return !item.isList() && add_to_key(key, item); });
   } else {
     return false;
   }
@@ -208,12 +199,7 @@ class Receiver : public c10::DebugInfoBase {
     const c10::SmallVector<IValue, 12> arguments(stack->begin() + static_cast<int64_t>(begin), stack->end());
     c10::SmallVector<at::Tensor, 4> inputs, written;
     bool usual = facts.rebinds == 0;
-    const auto settings = present_settings();
-    Key key;
-    key.reserve(128);
-    key.assign(settings.begin(), settings.end());
-    key.push_back(reinterpret_cast<int64_t>(&facts));
-    key.push_back(at::GradMode::is_enabled());
+    Key key{present_settings() << 1 | at::GradMode::is_enabled(), reinterpret_cast<int64_t>(&facts)};
     const bool updates_statistics = facts.updates_statistics(arguments);
     for (size_t i = 0; i < arguments.size(); ++i) {
       const bool is_written = facts.is_written(i, updates_statistics);
@@ -434,10 +420,11 @@ PyObject* eager_record_with(int64_t receiver, PyObject* parts) {
   return found;
 }
 
-// Returns the types of the budgeted memory, of recomputation and of storages.
+// Returns the types of the budgeted memory, of recomputation, of storages and of logs.
 PyObject* eager_types() {
   try {
-    return py::make_tuple(memory_type(), recomputation_type(), py::handle(reinterpret_cast<PyObject*>(tracked_storage_type()))).release().ptr();
+    const py::handle storage_type(reinterpret_cast<PyObject*>(tracked_storage_type()));
+    return py::make_tuple(memory_type(), recomputation_type(), storage_type, step_log_type()).release().ptr();
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;

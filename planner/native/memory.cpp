@@ -156,9 +156,7 @@ void Memory::forget() {
   }
   for (const auto& object : kept) {
     auto& storage = storage_of(object);
-    Py_CLEAR(storage.chain);
-    Py_CLEAR(storage.snapshots);
-    storage.pinned = true;
+    storage.drop_records();
     storage.last_read = -1;
     drop_base(storage);
   }
@@ -248,8 +246,8 @@ void Memory::note_freed(Watch* watch) {
     }
     storage->address = 0;
     storage->watch = nullptr;
-    if (storage->saved == 0 && on_freed) {
-      on_freed(*storage);
+    if (storage->saved == 0) {
+      log_release(*storage, false);
     }
     if (const auto id = id_of(*storage); id >= 0) {
       in_use_.erase(std::remove(in_use_.begin(), in_use_.end(), id), in_use_.end());
@@ -339,7 +337,9 @@ bool Memory::evict(TrackedStorage& storage) {
   ++evictions;
   TORCH_INTERNAL_ASSERT(drop_base(storage), "an evicted storage is still in memory");
   settle();
-  on_evicted(storage);
+  if (log) {
+    log->evicted.push_back(storage.step == step_ ? storage.number : -1);
+  }
   return true;
 }
 
@@ -381,6 +381,32 @@ void Memory::ask_again(int64_t id) {
     in_use_.push_back(id);
   } else {
     allow(*storage);
+  }
+}
+
+// The log of a step.
+
+void Memory::begin_log(std::shared_ptr<StepLog> begun) {
+  if (log) {
+    log->references.clear();
+  }
+  log = std::move(begun);
+  ++step_;
+}
+
+int64_t Memory::number_of(py::handle object) {
+  auto& storage = storage_of(object);
+  if (storage.step != step_) {
+    storage.step = step_;
+    storage.number = log->add_storage(storage.size_bytes);
+    log->references.push_back(steal(PyWeakref_NewRef(object.ptr(), nullptr)));
+  }
+  return storage.number;
+}
+
+void Memory::log_release(const TrackedStorage& storage, bool only_saved) {
+  if (log && storage.step == step_) {
+    log->note_released(storage.number, only_saved);
   }
 }
 
@@ -500,6 +526,7 @@ py::object memory_type() {
           .def_readonly("between_peak_bytes", &Memory::between_peak_bytes)
           .def_readonly("clock_s", &Memory::clock_s)
           .def_readwrite("clock", &Memory::clock)
+          .def_property("log", [](const Memory& memory) { return memory.log; }, &Memory::begin_log)
           .def_property_readonly("pending", [](const Memory& memory) { return memory.pending->size(); })
           .def_property_readonly("resident", &Memory::list_resident)
           .def("find", [](const Memory& memory, py::handle tensor) {

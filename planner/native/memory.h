@@ -5,13 +5,14 @@
 #include "op_records.h"
 #include "python_objects.h"
 #include "recorded_op.h"
+#include "step_log.h"
 #include "tracked_storage.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <deque>
 #include <functional>
-#include <unordered_map>
 #include <vector>
 
 // The bytes in memory, and the storages that take them. Python's attributes have the same names: `Memory` of
@@ -45,6 +46,10 @@ class [[gnu::visibility("hidden")]] Memory {
   void settle(); // notes what was freed of the tensors that were made in this step
   void settle_all();
 
+  void begin_log(std::shared_ptr<StepLog> begun); // null to log nothing
+  int64_t number_of(pybind11::handle storage); // in the log
+  void log_release(const TrackedStorage& storage, bool only_saved); // by the program, or of what `only_saved` tensors held
+
   void make_room(int64_t size_bytes, pybind11::handle purpose, bool at_last = true);
   bool try_to_make_room(int64_t size_bytes, bool at_last);
   bool evict_one();
@@ -65,8 +70,8 @@ class [[gnu::visibility("hidden")]] Memory {
   pybind11::object clock = pybind11::none(); // in place of the real one
   using Pending = std::vector<OpFields*>;
   std::shared_ptr<Pending> pending = std::make_shared<Pending>(); // ops that are not in the ledger yet; null where they were dropped
+  std::shared_ptr<StepLog> log; // of the step; null if it is not logged
   PyObject* recorder = nullptr; // borrowed: `Recorder` of planner.train.eager.recording
-  std::function<void(TrackedStorage&)> on_freed, on_evicted;
   std::function<bool()> evict_planned = [] { return false; }; // evicts what a plan evicts; returns whether there was something
 
  private:
@@ -84,12 +89,13 @@ class [[gnu::visibility("hidden")]] Memory {
   const pybind11::object sizes_, new_ledger_;
   const c10::Device device_;
   const std::pair<int64_t, int64_t> unheld_; // reference counts of a storage that is not in use, and of its Python object
-  std::unordered_map<int64_t, pybind11::object> resident_; // by address
+  ska::flat_hash_map<int64_t, pybind11::object> resident_; // by address
   Watches young_, old_; // memory that the runtime does not hold; of this step, and of before
   pybind11::object ledger_object_;
   EvictionLedger* ledger_ = nullptr;
   bool keeps_random_ = false;
   std::shared_ptr<LedgerIds> ids_;
+  int64_t step_ = 0; // of the log
   std::deque<int64_t> in_use_; // ids of storages that are pinned because something uses them
   const python_objects::Name count_bytes_{"count_bytes"}, forget_unneeded_{"forget_unneeded"},
       raise_too_small_{"raise_too_small"}, collect_{"collect_garbage"};

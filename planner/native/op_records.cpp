@@ -8,9 +8,7 @@
 //
 // An op that ends with an error may have written a part of its result, so that storage is kept, as it cannot be recomputed.
 //
-// Known weakness: the log of the step is of Python objects.
-//
-// Attributes of classes with slots are read and written in place.
+// Attributes of classes with slots are read in place.
 
 #include "op_records.h"
 
@@ -31,8 +29,8 @@
 
 #include <algorithm>
 #include <mutex>
+#include <numeric>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 #include <utility>
 
@@ -72,7 +70,7 @@ const auto kProfiler = c10::DebugInfoKind::PROFILER_STATE;
 
 struct KeyHash {
   size_t operator()(const Key& key) const {
-    return std::hash<std::string_view>()({reinterpret_cast<const char*>(key.data()), key.size() * sizeof(int64_t)});
+    return std::accumulate(key.begin(), key.end(), uint64_t{key.size()}, &mix);
   }
 };
 
@@ -109,7 +107,6 @@ class Records final : public OpRecords {
  public:
   explicit Records(const py::tuple& parts)
       : recorder_(parts[0]),
-        logged_type_(parts[1]),
         memory_(recorder_.attr("memory").cast<Memory&>()),
         follower_(recorder_.attr("follower")),
         plans_(follower_.attr("plans")),
@@ -118,18 +115,16 @@ class Records final : public OpRecords {
         sources_(recorder_.attr("sources")),
         saved_(sources_.attr("saved")),
         names_(recorder_.attr("module").attr("names")),
-        noted_(recorder_.attr("module").attr("noted")),
+        module_number_(reinterpret_cast<const int64_t*>(parts[6].cast<intptr_t>())),
         sizes_(recorder_.attr("sizes")),
-        longest_chain_(parts[2].cast<Py_ssize_t>()),
-        lock_of_draws_(parts[3]),
-        get_default_generator_(parts[4]),
-        few_ops_(parts[5].cast<int64_t>()),
-        measurements_(parts[6].cast<int64_t>()),
+        longest_chain_(parts[1].cast<size_t>()),
+        lock_of_draws_(parts[2]),
+        get_default_generator_(parts[3]),
+        few_ops_(parts[4].cast<int64_t>()),
+        measurements_(parts[5].cast<int64_t>()),
         budget_device_(reinterpret_cast<THPDevice*>(sizes_.attr("device").ptr())->device),
         times_each_(costs_.attr("times_each").cast<bool>()) {
     memory_.recorder = recorder_.ptr();
-    memory_.on_freed = [this](TrackedStorage& storage) { log_release(storage, false); };
-    memory_.on_evicted = [this](TrackedStorage& storage) { log_eviction(storage); };
     memory_.evict_planned = [this] {
       return has_plans.of(plans_).ptr() == Py_True && evict_one.call(follower_).ptr() == Py_True;
     };
@@ -137,7 +132,6 @@ class Records final : public OpRecords {
 
   ~Records() override {
     memory_.recorder = nullptr;
-    memory_.on_freed = memory_.on_evicted = nullptr;
     memory_.evict_planned = [] { return false; };
   }
 
@@ -154,8 +148,7 @@ class Records final : public OpRecords {
     if (called.facts.only_writes != 0 && std::all_of(written.begin(), written.end(), is_pinned)) {
       return write_pinned(called, written);
     }
-    const auto op = copy_recorded_op(called.unusual ? build_unusual(called) : find_pattern(called));
-    record_as(op, called, written, is_between);
+    record_as(called.unusual ? copy_recorded_op(build_unusual(called)) : copy_recorded_op(find_pattern(called)), called, written, is_between);
   }
 
   // Leaves that have gradients or whose storage is never evicted are held themselves, and so are parameters: as in plain eager PyTorch,
@@ -198,8 +191,8 @@ class Records final : public OpRecords {
   at::Tensor unpack(SavedTensor& saved) override {
     const OwnLock own(lock_);
     const auto storage = borrow(saved.storage);
-    if (const auto log = log_.of(follower_); !log.is_none()) {
-      log_unpack(log, number(number_of(storage, log, step_number.of(follower_))));
+    if (memory_.log) {
+      memory_.log->unpacked.emplace_back(memory_.number_of(storage), memory_.log->ops.size());
     }
     memory_.touch(storage_of(storage), memory_.read_s);
     const auto& tensor = saved.held.defined() ? saved.held : saved.alias;
@@ -229,7 +222,7 @@ class Records final : public OpRecords {
       memory_.end_holding(storage_of(storage));
       const auto* watch = storage_of(storage).watch;
       if (watch == nullptr || watch->memory.use_count() == 0) {
-        log_release(storage_of(storage), true);
+        memory_.log_release(storage_of(storage), true);
       }
     }
     if (PyDict_GET_SIZE(saved_.ptr()) == 0 && is_closed.of(recorder_).ptr() == Py_True) {
@@ -246,31 +239,12 @@ class Records final : public OpRecords {
     return made;
   }
 
-  // Numbers of storages in the order in which they were added, without duplicates.
-  struct Numbers {
-    c10::SmallVector<int64_t, 8> found;
-
-    void add(int64_t added) {
-      if (std::find(found.begin(), found.end(), added) == found.end()) {
-        found.push_back(added);
-      }
-    }
-
-    py::tuple to_tuple() const {
-      py::tuple made(found.size());
-      for (size_t i = 0; i < found.size(); ++i) {
-        made[i] = number(found[i]);
-      }
-      return made;
-    }
-  };
-
   // Begins to count ops anew where no tensor is saved, and ends the step before.
   void begin_step() {
     if (memory_.recorded > few_ops_) {
       begin_step_of.call(recorder_);
     }
-    if (!log_.of(follower_).is_none()) {
+    if (memory_.log) {
       end.call(follower_);
     }
   }
@@ -312,13 +286,10 @@ class Records final : public OpRecords {
     for (const auto& storage : written) {
       ++storage_of(storage).version;
     }
-    if (const auto log = log_.of(follower_); !log.is_none()) {
-      Numbers none, changed;
-      for (const auto& storage : written) {
-        changed.add(number_of(storage, log, step_number.of(follower_)));
-      }
-      add_to_log(log, called.facts, none.to_tuple(), none.to_tuple(), changed.to_tuple(), steal(PyFloat_FromDouble(0)), boolean(false),
-                 number(0), module_name(), none.to_tuple());
+    if (memory_.log) {
+      LoggedOp logged{{}, {}, {}, {}, 0, false, false, false, -1, 0, module_name()};
+      std::for_each(written.begin(), written.end(), [&](const py::object& storage) { add_number(logged.written, storage); });
+      add_to_log(std::move(logged), called.facts, 0);
     }
   }
 
@@ -342,7 +313,7 @@ class Records final : public OpRecords {
   }
 
   py::object module_name() {
-    return borrow(PyList_GetItem(names_.ptr(), static_cast<Py_ssize_t>(to_int(module_number.of(noted_)))));
+    return borrow(PyList_GetItem(names_.ptr(), static_cast<Py_ssize_t>(*module_number_)));
   }
 
   // Returns the record of such an op, without storages.
@@ -433,16 +404,18 @@ class Records final : public OpRecords {
       learn_sizes_of.call(recorder_, py::cast(known), function.of(operator_), args, kwargs);
     }
     if (!times_each_) {
-      int64_t read_bytes = 0;
-      for (const auto& tensor : called.inputs) {
-        read_bytes += static_cast<int64_t>(tensor.nbytes());
-      }
-      if (const auto likely_bytes = to_int(estimate.call(costs_, operator_, py::cast(known), number(read_bytes))); likely_bytes > 0) {
+      const auto read_bytes = number(count_read_bytes(called));
+      if (const auto likely_bytes = to_int(estimate.call(costs_, operator_, py::cast(known), read_bytes)); likely_bytes > 0) {
         const auto with_op_bytes = memory_.live_bytes + known->out_bytes + likely_bytes;
         memory_.peak_bytes = std::max(memory_.peak_bytes, std::min(with_op_bytes, memory_.budget_bytes));
       }
     }
     return known;
+  }
+
+  static int64_t count_read_bytes(const CalledOp& called) {
+    return std::accumulate(called.inputs.begin(), called.inputs.end(), int64_t{0},
+                           [](int64_t sum, const at::Tensor& tensor) { return sum + static_cast<int64_t>(tensor.nbytes()); });
   }
 
   // Returns what the outputs of an op will take on the budget's device, if a rule knows.
@@ -533,43 +506,6 @@ class Records final : public OpRecords {
     return steal(PyLong_FromVoidPtr(object.ptr()));
   }
 
-  // Logs that autograd unpacks a storage.
-  void log_unpack(const py::object& log, const py::object& storage) {
-    const auto unpacked = unpacked_in_log.of(log), position = number(PyList_GET_SIZE(ops.of(log).ptr()));
-    auto* found = PyDict_GetItemWithError(unpacked.ptr(), position.ptr());
-    check(found == nullptr && PyErr_Occurred() != nullptr ? -1 : 0);
-    if (found != nullptr) {
-      return check(PyList_Append(found, storage.ptr()));
-    }
-    py::list begun;
-    begun.append(storage);
-    check(PyDict_SetItem(unpacked.ptr(), position.ptr(), begun.ptr()));
-  }
-
-  // Logs that the program has released a storage, or autograd one that `only_saved` tensors held.
-  void log_release(const TrackedStorage& storage, bool only_saved) {
-    const auto log = log_.of(follower_);
-    if (log.is_none() || storage.step != to_int(step_number.of(follower_))) {
-      return;
-    }
-    const auto released = released_in_log.of(log), released_number = number(storage.number);
-    const auto found = PyDict_Contains(released.ptr(), released_number.ptr());
-    check(found);
-    if (found == 0) {
-      check(PyDict_SetItem(released.ptr(), released_number.ptr(), number(PyList_GET_SIZE(ops.of(log).ptr())).ptr()));
-      if (only_saved) {
-        check(PySet_Add(only_saved_in_log.of(log).ptr(), released_number.ptr()));
-      }
-    }
-  }
-
-  void log_eviction(const TrackedStorage& storage) {
-    if (const auto log = log_.of(follower_); !log.is_none()) {
-      const bool is_known = storage.step == to_int(step_number.of(follower_));
-      check(PyList_Append(evicted_in_log.of(log).ptr(), number(is_known ? storage.number : -1).ptr()));
-    }
-  }
-
   static std::exception_ptr execute(const CalledOp& called) {
     const py::gil_scoped_release unlocked;
     return called.execute();
@@ -599,8 +535,8 @@ class Records final : public OpRecords {
     if (called.facts.reads_to_host != 0) {
       ++memory_.host_reads;
     }
-    if (const auto log = log_.of(follower_); !log.is_none()) {
-      log_op(log, op, called.facts, written);
+    if (memory_.log) {
+      log_op(op, called.facts, written);
     }
     if (made_bytes != out_bytes) {
       memory_.make_room(0, function.of(op.pattern->operator_));
@@ -671,7 +607,7 @@ class Records final : public OpRecords {
       }
     }
     const auto set_draws = [&] {
-      const auto from = generator.is_none() ? get_default_generator_(device_of(device)) : generator;
+      const auto from = generator.is_none() ? get_default_generator_(steal(THPDevice_New(device))) : generator;
       const auto drawn_from = THPGenerator_Unwrap(from.ptr());
       const std::lock_guard<std::mutex> lock(drawn_from.unsafeGetGeneratorImpl()->mutex_);
       op.draws.emplace(Draws{drawn_from, drawn_from.clone()});
@@ -743,18 +679,18 @@ class Records final : public OpRecords {
     const bool is_list = outputs.size() == 1 && outputs[0].isTensorList();
     const auto values = is_list ? outputs[0].toListRef() : outputs;
     c10::SmallVector<std::pair<size_t, at::Tensor>, 4> new_tensors; // on different storages, with their positions
-    py::list unusual; // all outputs, if there are sparse ones among them
-    for (const auto& value : values) {
-      if (value.isTensor() && value.toTensor().layout() != at::kStrided && unusual.empty()) {
-        std::for_each(values.begin(), values.end(), [&](const auto& output) { unusual.append(torch::jit::toPyObject(output)); });
-        op.recordable = false;
-        for (auto found : find_made.call(recorder_, unusual)) {
-          new_tensors.emplace_back(to_int(found[py::int_(0)]), THPVariable_Unpack(py::object(found[py::int_(1)]).ptr()));
-        }
+    const auto is_sparse = [](const auto& value) { return value.isTensor() && value.toTensor().layout() != at::kStrided; };
+    const bool is_unusual = std::any_of(values.begin(), values.end(), is_sparse);
+    if (is_unusual) {
+      py::list all;
+      std::for_each(values.begin(), values.end(), [&](const auto& output) { all.append(torch::jit::toPyObject(output)); });
+      op.recordable = false;
+      for (auto found : find_made.call(recorder_, all)) {
+        new_tensors.emplace_back(to_int(found[py::int_(0)]), THPVariable_Unpack(py::object(found[py::int_(1)]).ptr()));
       }
     }
-    for (size_t i = 0; i < values.size(); ++i) {
-      if (!values[i].isTensor() || !values[i].toTensor().defined() || !unusual.empty()) {
+    for (size_t i = 0; i < values.size() && !is_unusual; ++i) {
+      if (!values[i].isTensor() || !values[i].toTensor().defined()) {
         continue;
       }
       const auto& tensor = values[i].toTensor();
@@ -775,7 +711,7 @@ class Records final : public OpRecords {
       made_bytes += storage_of(storage).size_bytes;
       op.made.emplace_back(static_cast<int64_t>(i), steal(PyWeakref_NewRef(storage.ptr(), nullptr)));
       if (op.recordable) {
-        check(PyList_Append(chain_of(storage), object.ptr()));
+        storage_of(storage).chain.push_back(object);
       }
     }
     if (taken_bytes >= 0) {
@@ -784,7 +720,8 @@ class Records final : public OpRecords {
       known->workspace_bytes = std::max(before, workspace);
       known->guessed = false;
       if (!times_each_) {
-        note.call(costs_, object, number(made_bytes), number(workspace));
+        const auto moved_bytes = number(made_bytes + count_read_bytes(called));
+        note.call(costs_, op.pattern->operator_, moved_bytes, py::float_(op.seconds), number(workspace));
       }
     }
     op.room_bytes = made_bytes + known->workspace_bytes;
@@ -801,8 +738,8 @@ class Records final : public OpRecords {
   void note_writes(const CalledOp& called, OpFields& op, const Written& written, bool makes_outputs) {
     const py::object first = written[0];
     const bool is_repeatable = op.recordable && !called.updates_statistics && written.size() == 1;
-    if (is_repeatable && !storage_of(first).pinned && PyList_GET_SIZE(chain_of(first)) < longest_chain_) {
-      check(PyList_Append(chain_of(first), record_in_place(op, first, called.facts.resizes_out != 0).ptr()));
+    if (is_repeatable && !storage_of(first).pinned && storage_of(first).chain.size() < longest_chain_) {
+      storage_of(first).chain.push_back(record_in_place(op, first, called.facts.resizes_out != 0));
       ++storage_of(first).version;
       return;
     }
@@ -840,115 +777,68 @@ class Records final : public OpRecords {
   void count_op(py::handle object) {
     ++memory_.recorded;
     ++memory_.ops;
-    const auto log = log_.of(follower_);
     auto& op = fields_of_op(object);
-    op.number = log.is_none() ? memory_.ops : PyList_GET_SIZE(ops.of(log).ptr());
+    op.number = memory_.log ? static_cast<int64_t>(memory_.log->ops.size()) : memory_.ops;
     op.place = static_cast<int64_t>(memory_.pending->size());
     op.pending = memory_.pending;
     memory_.pending->push_back(&op);
   }
 
-  py::object device_of(c10::Device device) {
-    const auto found = std::find_if(devices_.begin(), devices_.end(), [&](const auto& pair) { return pair.first == device; });
-    return found != devices_.end() ? found->second : devices_.emplace_back(device, steal(THPDevice_New(device))).second;
-  }
-
   // Logs an op for the plans of repeated steps.
-  void log_op(const py::object& log, const OpFields& op, const OperatorFacts& facts, const Written& written) {
-    const auto step = step_number.of(follower_);
-    Numbers read, made, changed;
+  void log_op(const OpFields& op, const OperatorFacts& facts, const Written& written) {
+    LoggedOp logged{{}, {}, {}, {}, op.seconds, op.recordable, false, false, -1, op.known->workspace_bytes, op.module};
     for (const auto& input : op.reads) {
-      read.add(number_of(input.storage, log, step));
+      add_number(logged.inputs, input.storage);
     }
     for (const auto& [position, reference] : op.made) {
-      made.add(number_of(steal(PyObject_CallNoArgs(reference.ptr())), log, step));
+      add_number(logged.made, steal(PyObject_CallNoArgs(reference.ptr())));
     }
     for (const auto& storage : written) {
-      changed.add(number_of(storage, log, step));
+      add_number(logged.written, storage);
     }
-    auto shapes = number(op.known->number);
-    if (op.known->number == 0) { // sizes depend on more than the signature
-      py::list made_bytes;
-      for (const auto storage : made.found) {
-        made_bytes.append(borrow(PyList_GET_ITEM(sizes_bytes.of(log).ptr(), storage)));
-      }
-      shapes = py::tuple(made_bytes);
-    }
-    add_to_log(log, facts, read.to_tuple(), made.to_tuple(), changed.to_tuple(), steal(PyFloat_FromDouble(op.seconds)), boolean(op.recordable),
-               number(op.known->workspace_bytes), op.module, shapes);
+    add_to_log(std::move(logged), facts, static_cast<uint64_t>(op.known->number));
   }
 
-  void add_to_log(const py::object& log, const OperatorFacts& facts, const py::object& read, const py::object& made,
-                  const py::object& changed, const py::object& seconds, const py::object& recordable,
-                  const py::object& workspace_bytes, const py::object& module, const py::object& shapes) {
-    const auto node = torch::autograd::get_current_node();
-    const auto logged = new_tuple<11>(
-        logged_type_,
-        {function.of(reinterpret_cast<PyObject*>(facts.python)), read, made, changed, seconds, recordable, boolean(facts.random != 0), boolean(node != nullptr),
-         number(node == nullptr ? -1 : static_cast<int64_t>(node->sequence_nr())), workspace_bytes, module});
-    const auto identity = number(facts.python);
-    const auto structure = add_after(structures.of(log), [&](const py::object& last) {
-      return number(py::hash(py::make_tuple(last, identity, read, made, changed)));
-    });
-    add_after(chains.of(log), [&](const py::object& last) { return number(py::hash(py::make_tuple(last, structure, shapes))); });
-    add_after(made_bytes_.of(log), [&](const py::object& last) {
-      auto size_bytes = to_int(last);
-      for (auto storage : made) {
-        size_bytes += to_int(PyList_GET_ITEM(sizes_bytes.of(log).ptr(), to_int(storage)));
-      }
-      return number(size_bytes);
-    });
-    check(PyList_Append(ops.of(log).ptr(), logged.ptr()));
-    if (!following.of(plans_).is_none()) {
+  // Adds the number of a storage, unless it is there.
+  void add_number(StorageNumbers& numbers, py::handle storage) {
+    if (const auto added = memory_.number_of(storage); std::find(numbers.begin(), numbers.end(), added) == numbers.end()) {
+      numbers.push_back(added);
+    }
+  }
+
+  void add_to_log(LoggedOp op, const OperatorFacts& facts, uint64_t shapes) {
+    op.target = function.of(reinterpret_cast<PyObject*>(facts.python));
+    op.random = facts.random != 0;
+    if (const auto node = torch::autograd::get_current_node()) {
+      op.backward = true;
+      op.node = static_cast<int64_t>(node->sequence_nr());
+    }
+    auto& log = *memory_.log;
+    log.add_op(std::move(op), facts.python, shapes);
+    if (log.followed && !log.followed->is_begun_as(log)) {
       check_plan.call(plans_);
     }
   }
 
-  // Adds to a list what follows its last number, or 0, and returns it.
-  template <typename Next>
-  static py::object add_after(const py::object& values, Next next) {
-    const auto size = PyList_GET_SIZE(values.ptr());
-    auto added = next(size == 0 ? number(0) : borrow(PyList_GET_ITEM(values.ptr(), size - 1)));
-    check(PyList_Append(values.ptr(), added.ptr()));
-    return added;
-  }
+  const Name begin_saving{"begin_saving"}, begin_step_of{"begin_step"}, bound_bytes{"bound_bytes"}, check_memory{"check_memory"},
+      check_plan{"check_plan"}, copy_before_writes_{"copy_before_writes"}, end{"end"}, estimate{"estimate"}, evict_after{"evict_after"},
+      evict_one{"evict_one"}, find_block{"find_block"}, find_made{"find_made"}, forget{"forget"}, function{"function"},
+      has_plans{"has_plans"}, is_closed{"is_closed"}, learn_sizes_of{"learn_sizes"}, note{"note"},
+      pin_if_lost{"pin_if_lost"}, pin{"pin"}, raise_overwritten{"raise_overwritten"}, recover_{"recover"}, start{"start"}, stop{"stop"};
 
-  // Returns the number of a storage in a step.
-  int64_t number_of(py::handle storage, const py::object& log, const py::object& step) {
-    if (storage_of(storage).step != to_int(step)) {
-      const auto sizes = sizes_bytes.of(log);
-      storage_of(storage).step = to_int(step);
-      storage_of(storage).number = PyList_GET_SIZE(sizes.ptr());
-      check(PyList_Append(sizes.ptr(), number(storage_of(storage).size_bytes).ptr()));
-      check(PyList_Append(storages.of(follower_).ptr(), steal(PyWeakref_NewRef(storage.ptr(), nullptr)).ptr()));
-    }
-    return storage_of(storage).number;
-  }
-
-  const Name begin_saving{"begin_saving"}, begin_step_of{"begin_step"},
-      bound_bytes{"bound_bytes"}, chains{"chains"}, check_memory{"check_memory"}, check_plan{"check_plan"},
-      copy_before_writes_{"copy_before_writes"}, end{"end"}, estimate{"estimate"},
-      evict_after{"evict_after"}, evict_one{"evict_one"}, evicted_in_log{"evicted"}, find_block{"find_block"}, find_made{"find_made"},
-      following{"_following"}, has_plans{"has_plans"}, forget{"forget"}, function{"function"}, is_closed{"is_closed"},
-      learn_sizes_of{"learn_sizes"}, log_{"log"}, made_bytes_{"made_bytes"},
-      module_number{"module"}, note{"note"}, only_saved_in_log{"only_saved"}, ops{"ops"},
-      pin_if_lost{"pin_if_lost"}, pin{"pin"}, raise_overwritten{"raise_overwritten"},
-      recover_{"recover"}, released_in_log{"released"},
-      sizes_bytes{"sizes_bytes"}, start{"start"}, step_number{"number"}, stop{"stop"}, storages{"_storages"},
-      structures{"structures"}, unpacked_in_log{"unpacked"};
-
-  const py::object recorder_, logged_type_;
+  const py::object recorder_;
   std::recursive_mutex lock_; // of the state of the runtime, because a backward pass may run in several threads
   Memory& memory_;
   const py::object follower_, plans_;
   Recomputation& recomputation_;
-  const py::object costs_, sources_, saved_, names_, noted_, sizes_;
-  const Py_ssize_t longest_chain_;
+  const py::object costs_, sources_, saved_, names_;
+  const int64_t* const module_number_;
+  const py::object sizes_;
+  const size_t longest_chain_;
   const py::object lock_of_draws_, get_default_generator_;
   const int64_t few_ops_, measurements_;
   const c10::Device budget_device_;
   const bool times_each_; // ops are done when they return
-  std::vector<std::pair<c10::Device, py::object>> devices_;
   std::unordered_map<Key, OpFields, KeyHash> patterns_, older_patterns_; // records of ops, without their storages
 };
 

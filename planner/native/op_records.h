@@ -13,7 +13,6 @@
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
-#include <array>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -65,10 +64,10 @@ struct OperatorFacts {
 };
 
 // What the record of an op depends on, but for its tensors.
-using Key = std::vector<int64_t>;
+using Key = c10::SmallVector<int64_t, 24>;
 
-// The settings that kernels read, with which a key begins: default dtype, oneDNN, cuDNN, its benchmarks, its deterministic algorithms.
-using KernelSettings = std::array<int64_t, 5>;
+// The settings that kernels read: default dtype, and a bit each for oneDNN, cuDNN, its benchmarks, its deterministic algorithms.
+using KernelSettings = int64_t;
 KernelSettings present_settings();
 
 // A call of an operator.

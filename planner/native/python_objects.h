@@ -8,7 +8,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <array>
 #include <cstdint>
 #include <utility>
 
@@ -49,22 +48,7 @@ inline double to_double(py::handle value) {
   return found;
 }
 
-inline py::object boolean(bool value) {
-  return borrow(value ? Py_True : Py_False);
-}
-
-// An instance of a named tuple.
-template <size_t N>
-inline py::object new_tuple(py::handle type, std::array<py::object, N> values) {
-  auto* of = reinterpret_cast<PyTypeObject*>(type.ptr());
-  auto made = steal(of->tp_alloc(of, N));
-  for (size_t i = 0; i < N; ++i) {
-    PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(i), values[i].release().ptr());
-  }
-  return made;
-}
-
-// The name of an attribute, which is read and written in place where the class of an object has it in its __slots__.
+// The name of an attribute, which is read in place where the class of an object has it in its __slots__.
 class [[gnu::visibility("hidden")]] Name {
  public:
   explicit Name(const char* name) : name_(steal(PyUnicode_InternFromString(name))) {}
@@ -74,18 +58,6 @@ class [[gnu::visibility("hidden")]] Name {
       return borrow(value);
     }
     return steal(PyObject_GetAttr(object.ptr(), name_.ptr()));
-  }
-
-  void set(py::handle object, const py::object& value) const {
-    if (has_slot(object)) {
-      Py_XSETREF(at(object), Py_NewRef(value.ptr()));
-    } else {
-      check(PyObject_SetAttr(object.ptr(), name_.ptr(), value.ptr()));
-    }
-  }
-
-  void add(py::handle object, int64_t value) const {
-    set(object, number(to_int(of(object)) + value));
   }
 
   template <typename... Arguments>

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <optional>
 #include <string>
 
@@ -71,11 +72,9 @@ at::Tensor find_resident(const TrackedStorage& storage) {
 class [[gnu::visibility("hidden")]] Rebuild {
  public:
   Rebuild(py::object rebuilt, int64_t of_version) : storage(std::move(rebuilt)), version(of_version) {
-    auto* all = chain_of(storage);
-    TORCH_INTERNAL_ASSERT(version < PyList_GET_SIZE(all), "an evicted tensor cannot be recomputed");
-    for (int64_t i = 0; i <= version; ++i) {
-      chain.push_back(borrow(PyList_GET_ITEM(all, i)));
-    }
+    const auto& all = storage_of(storage).chain;
+    TORCH_INTERNAL_ASSERT(version < std::ssize(all), "an evicted tensor cannot be recomputed");
+    chain.assign(all.begin(), all.begin() + version + 1);
   }
 
   bool is_done() const {

@@ -54,9 +54,9 @@ class [[gnu::visibility("hidden")]] Recomputation {
   const double max_recomputation_;
   const bool times_each_;
   int64_t ops_before_ = 0;
-  const python_objects::Name acquire_{"acquire"}, allocates_first_{"allocates_first"}, check_memory_{"check_memory"},
-      evict_after_{"evict_after"}, find_block_{"find_block"}, forget_failures_{"forget_failures"}, function_{"function"},
-      is_memory_error_{"is_memory_error"}, raise_too_much_{"raise_too_much"}, release_{"release"};
+  const python_objects::Name allocates_first_{"allocates_first"}, check_memory_{"check_memory"}, evict_after_{"evict_after"},
+      find_block_{"find_block"}, forget_failures_{"forget_failures"}, function_{"function"}, is_memory_error_{"is_memory_error"},
+      raise_too_much_{"raise_too_much"};
 };
 
 pybind11::object recomputation_type();

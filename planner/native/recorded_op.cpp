@@ -5,7 +5,6 @@
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DefaultDtype.h>
-#include <c10/util/accumulate.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Storage.h>
@@ -68,14 +67,6 @@ py::object list_references(OpFields& fields) {
   return fields.references;
 }
 
-py::object count_read_bytes(const OpFields& fields) {
-  int64_t read_bytes = 0;
-  for (const auto& input : fields.pattern->inputs) {
-    read_bytes += c10::multiply_integers(input.sizes) * static_cast<int64_t>(c10::elementSize(input.dtype));
-  }
-  return number(read_bytes);
-}
-
 at::Tensor view_of(const at::Tensor& source, const Argument& input, const Read& read) {
   auto view = at::detail::make_tensor<c10::TensorImpl>(
       c10::TensorImpl::VIEW, c10::Storage(source.storage()), source.key_set(), c10::scalarTypeToTypeMeta(input.dtype));
@@ -98,10 +89,6 @@ py::object get_known(const OpFields& fields) {
   return py::cast(fields.known);
 }
 
-py::object get_seconds(const OpFields& fields) {
-  return py::float_(fields.seconds);
-}
-
 // Returns a value, or Python's error.
 template <typename Made>
 PyObject* return_made(Made make) {
@@ -111,10 +98,6 @@ PyObject* return_made(Made make) {
     error.restore();
     return nullptr;
   }
-}
-
-PyObject* get_operator(PyObject* self, void*) {
-  return Py_NewRef(fields_of(self).pattern->operator_.ptr());
 }
 
 int set_kept(PyObject* self, PyObject* value, void*) {
@@ -133,12 +116,9 @@ PyObject* get_made(PyObject* self, void*) {
 
 PyGetSetDef* attributes() {
   static PyGetSetDef found[] = {
-      {"operator", &get_operator, nullptr, nullptr, nullptr},
       {"inputs", &get_made<list_references>, nullptr, nullptr, nullptr},
-      {"read_bytes", &get_made<count_read_bytes>, nullptr, nullptr, nullptr},
       {"kept", &get_made<list_kept>, &set_kept, nullptr, nullptr},
       {"known", &get_made<get_known>, nullptr, nullptr, nullptr},
-      {"seconds", &get_made<get_seconds>, nullptr, nullptr, nullptr},
       {}};
   return found;
 }
@@ -186,8 +166,8 @@ torch::jit::Stack execute_again(const OpFields& op, c10::ArrayRef<at::Tensor> so
 
 KernelSettings present_settings() {
   const auto& context = at::globalContext();
-  return {static_cast<int64_t>(c10::get_default_dtype_as_scalartype()), context.userEnabledMkldnn(), context.userEnabledCuDNN(),
-          context.benchmarkCuDNN(), context.deterministicCuDNN()};
+  return static_cast<int64_t>(c10::get_default_dtype_as_scalartype()) << 4 | context.userEnabledMkldnn() << 3 |
+      context.userEnabledCuDNN() << 2 | context.benchmarkCuDNN() << 1 | context.deterministicCuDNN();
 }
 
 at::Tensor get_state(const at::Generator& generator) {
@@ -200,16 +180,16 @@ void set_state(at::Generator generator, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-void set_settings(const KernelSettings& settings) {
+void set_settings(KernelSettings settings) {
   if (settings == present_settings()) {
     return;
   }
   auto& context = at::globalContext();
-  c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<c10::ScalarType>(settings[0])));
-  context.setUserEnabledMkldnn(settings[1] != 0);
-  context.setUserEnabledCuDNN(settings[2] != 0);
-  context.setBenchmarkCuDNN(settings[3] != 0);
-  context.setDeterministicCuDNN(settings[4] != 0);
+  c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<c10::ScalarType>(settings >> 4)));
+  context.setUserEnabledMkldnn((settings & 8) != 0);
+  context.setUserEnabledCuDNN((settings & 4) != 0);
+  context.setBenchmarkCuDNN((settings & 2) != 0);
+  context.setDeterministicCuDNN((settings & 1) != 0);
 }
 
 OpFields& fields_of_op(py::handle record) {

@@ -1,6 +1,6 @@
-// A record of an op: everything that is needed to execute it again. Python reads a few attributes, of which the lists are made
-// then: `RecordedOp` of planner.train.eager.storages. Records were copies of such objects: a list, a named tuple for each input, weak references and numbers, a quarter of the time
-// that recording took.
+// A record of an op: everything that is needed to execute it again. Python reads a few attributes, which are made then: `RecordedOp` of
+// planner.train.eager.storages. Records were copies of such objects: a list, a named tuple for each input, weak references and numbers,
+// a quarter of the time that recording took.
 
 #pragma once
 
@@ -26,7 +26,7 @@ namespace torch::jit { // of pybind_utils.h, which takes ten seconds to compile
 TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue value);
 } // namespace torch::jit
 
-void set_settings(const KernelSettings& settings);
+void set_settings(KernelSettings settings);
 
 // A tensor that is an argument of an op, without what differs between ops of a signature.
 struct Argument {

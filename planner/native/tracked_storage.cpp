@@ -10,26 +10,26 @@
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <iterator>
+#include <utility>
+
 namespace {
 
 namespace py = pybind11;
 using namespace python_objects;
 
-// What may lead back to a storage.
-constexpr PyObject* TrackedStorage::* kTraversed[] = {&TrackedStorage::snapshots, &TrackedStorage::chain};
-
 int visit_fields(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
-  for (const auto field : kTraversed) {
-    Py_VISIT(storage_of(self).*field);
+  Py_VISIT(storage_of(self).snapshots);
+  for (const auto& op : storage_of(self).chain) {
+    Py_VISIT(op.ptr());
   }
   return 0;
 }
 
 int clear_fields(PyObject* self) {
-  for (const auto field : kTraversed) {
-    Py_CLEAR(storage_of(self).*field);
-  }
+  Py_CLEAR(storage_of(self).snapshots);
+  const auto dropped = std::exchange(storage_of(self).chain, {});
   return 0;
 }
 
@@ -46,6 +46,7 @@ void drop_storage(PyObject* self) {
     storage.ids->storages[static_cast<size_t>(storage.ledger_id)] = nullptr;
     storage.ids->dropped.push_back(storage.ledger_id);
   }
+  std::destroy_at(&storage.chain);
   std::destroy_at(&storage.ids);
   std::destroy_at(&storage.base);
   auto* type = Py_TYPE(self);
@@ -55,17 +56,22 @@ void drop_storage(PyObject* self) {
 }
 
 PyObject* get_chain(PyObject* self, void*) {
-  return Py_XNewRef(chain_of(self));
+  const auto& chain = storage_of(self).chain;
+  auto* made = PyTuple_New(static_cast<Py_ssize_t>(chain.size()));
+  for (size_t i = 0; made != nullptr && i < chain.size(); ++i) {
+    PyTuple_SET_ITEM(made, static_cast<Py_ssize_t>(i), Py_NewRef(chain[i].ptr()));
+  }
+  return made;
 }
 
-int set_chain(PyObject* self, PyObject* value, void*) {
-  Py_XSETREF(storage_of(self).chain, Py_XNewRef(value));
-  return 0;
+PyObject* drop_records(PyObject* self, PyObject*) {
+  storage_of(self).drop_records();
+  return Py_NewRef(Py_None);
 }
 
 PyObject* is_recomputable(PyObject* self, PyObject* version) {
   HANDLE_TH_ERRORS
-  return PyBool_FromLong(to_int(version) < PyList_GET_SIZE(chain_of(self)));
+  return PyBool_FromLong(to_int(version) < std::ssize(storage_of(self).chain));
   END_HANDLE_TH_ERRORS
 }
 
@@ -101,6 +107,12 @@ PyMemberDef describe(const char* name, int kind, Field TrackedStorage::* field) 
 
 } // namespace
 
+void TrackedStorage::drop_records() {
+  pinned = true;
+  Py_CLEAR(snapshots);
+  const auto dropped = std::exchange(chain, {});
+}
+
 void TrackedStorage::move_aliases(const at::Tensor& tensor) {
   for (auto* saved = first; saved != nullptr; saved = saved->next) {
     const auto device = saved->alias.device();
@@ -118,13 +130,13 @@ PyTypeObject* tracked_storage_type() {
       describe("saved", T_LONGLONG, &TrackedStorage::saved),
       describe("last_read", T_LONGLONG, &TrackedStorage::last_read),
       describe("checked", T_LONGLONG, &TrackedStorage::checked),
-      describe("number", T_LONGLONG, &TrackedStorage::number),
       describe("pinned", T_BOOL, &TrackedStorage::pinned),
       describe("snapshots", T_OBJECT, &TrackedStorage::snapshots),
       {}};
-  static PyGetSetDef made[] = {{"chain", &get_chain, &set_chain, nullptr, nullptr}, {}};
+  static PyGetSetDef made[] = {{"chain", &get_chain, nullptr, nullptr, nullptr}, {}};
   static PyMethodDef functions[] = {
       {"is_recomputable", &is_recomputable, METH_O, nullptr}, {"has_copy", &has_copy, METH_O, nullptr},
+      {"drop_records", &drop_records, METH_NOARGS, nullptr},
       {"is_owned", &is_owned, METH_NOARGS, nullptr}, {"get_storage", &get_storage, METH_NOARGS, nullptr}, {"find_alias", &find_alias, METH_NOARGS, nullptr}, {}};
   static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&drop_storage)},
                                 {Py_tp_traverse, reinterpret_cast<void*>(&visit_fields)},
@@ -143,17 +155,13 @@ py::object new_tracked_storage(int64_t size_bytes, bool pinned) {
   auto* type = tracked_storage_type();
   auto made = steal(type->tp_alloc(type, 0));
   auto& storage = storage_of(made);
+  std::construct_at(&storage.chain);
   std::construct_at(&storage.ids);
   std::construct_at(&storage.base);
   storage.size_bytes = size_bytes;
   storage.pinned = pinned;
   storage.last_read = -1;
   return made;
-}
-
-PyObject* chain_of(py::handle storage) {
-  auto*& chain = storage_of(storage).chain;
-  return chain != nullptr ? chain : chain = PyList_New(0);
 }
 
 at::Tensor find_snapshot(const TrackedStorage& storage, int64_t version) {

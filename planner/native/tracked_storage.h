@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/util/SmallVector.h>
 
 #include <memory>
 #include <vector>
@@ -31,13 +32,14 @@ struct LedgerIds {
   std::vector<int64_t> dropped; // since the ledger was told
 };
 
-struct TrackedStorage {
+struct [[gnu::visibility("hidden")]] TrackedStorage {
   PyObject_HEAD
   PyObject* weak_references;
   long long size_bytes, version, address, saved, last_read, checked, step, number;
   double touched_s;
   bool pinned, barred, evicted;
-  PyObject *snapshots, *chain; // None or null if there is none
+  PyObject* snapshots; // None or null if there is none
+  c10::SmallVector<pybind11::object, 1> chain; // records
   Watch* watch; // null if it is not in memory
   struct SavedTensor* first; // of a list
   int64_t ledger_id;
@@ -48,6 +50,9 @@ struct TrackedStorage {
   bool is_owned() const {
     return !pinned && (base.defined() || (saved > 0 && address != 0));
   }
+
+  // Pins it, and drops the records and copies to recompute it.
+  void drop_records();
 
   // Moves the aliases of saved tensors to the storage of a tensor, or to none: then they keep their geometry only.
   void move_aliases(const at::Tensor& tensor);
@@ -63,8 +68,6 @@ inline pybind11::object object_of(TrackedStorage& storage) {
 
 PyTypeObject* tracked_storage_type();
 pybind11::object new_tracked_storage(int64_t size_bytes, bool pinned);
-
-PyObject* chain_of(pybind11::handle storage);
 
 // Returns the copy of the contents of a version; an undefined tensor if there is none.
 at::Tensor find_snapshot(const TrackedStorage& storage, int64_t version);

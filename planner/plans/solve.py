@@ -304,7 +304,8 @@ class _Plans:
         in_arena = training.is_in_arena(result.budget_bytes, arena=self.arena)
         if in_arena:
             plan = replace(plan, arena_bytes=training.arena.slab_bytes, outside_arena_bytes=training.arena.outside_bytes)
-        return replace(plan, reserved=training.predict(self.eager_reserved_bytes, in_arena=in_arena))
+        reserved = training.predict(self.eager_reserved_bytes, in_arena=in_arena)
+        return replace(plan, reserved=reserved, seconds=clock.seconds)  # addresses in an arena take seconds too
 
 
 def _solve_least_memory(request: Request, overhead: float, settings: PlanSettings) -> Result:

@@ -9,7 +9,7 @@ search counts work, not seconds, so that every machine gets the same addresses; 
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -196,7 +196,8 @@ def plan_slab_addresses(
         addresses,
         _find_passes(recorded, large),
         WeakKeyDictionary(ranges),
-        _count_outside_bytes(requests, offsets),
+        # The most bytes in use at once outside of the slab.
+        live_bytes([_build_buffer(requests, i) for i in range(len(requests)) if i not in offsets]),
         version,
         found,
     )
@@ -228,11 +229,6 @@ def select_freed_requests(requests: Sequence[RecordedRequest]) -> tuple[Recorded
     """Return the requests that were freed, with ends among them; the others are for what stays, such as state."""
     kept = [i for i, request in enumerate(requests) if request.end is not None]
     return tuple(replace(requests[i], end=bisect_left(kept, requests[i].end or 0)) for i in kept)
-
-
-def _count_outside_bytes(requests: Sequence[RecordedRequest], inside: Container[int]) -> int:
-    """Return the most bytes in use at once of the requests that are not `inside`."""
-    return live_bytes([_build_buffer(requests, i) for i in range(len(requests)) if i not in inside])
 
 
 def _build_buffer(requests: Sequence[RecordedRequest], i: int) -> Buffer:

@@ -109,14 +109,12 @@ def compare_measured(  # noqa: PLR0913  # what is compared, where it is kept, wh
         comparison.measure_stock(untried[start : start + _TOGETHER])
     met = {m.name for m in stock if m not in untried and (RunBy.EXECUTOR, OPTIMUM, f"{PEAK_OF}{m.name}") in kept}
     # Timed again with the optimum, another one may turn out to be the fastest.
-    while baselines := [m for m in stock if m.name not in met and m.name in _find_best_of_pytorch(list(kept))][:_TOGETHER]:
+    while True:
+        best = {row.method for row in find_undominated([row for row in kept if row.run_by == RunBy.TORCH])}
+        if not (baselines := [m for m in stock if m.name in best - met][:_TOGETHER]):
+            return list(kept)
         comparison.compare_at_equal_memory(baselines)
         met.update(m.name for m in baselines)
-    return list(kept)
-
-
-def _find_best_of_pytorch(rows: Sequence[ComparisonRow]) -> set[str]:
-    return {row.method for row in find_undominated([row for row in rows if row.run_by == RunBy.TORCH])}
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -57,7 +58,7 @@ class Study(Generic[Case, Row]):
             PlannerError: a case cannot be run, or the cluster cannot be reached or was lost.
         """
         waiting = ((case, known) for key, case in cases.items() if self._is_missing(known := kept.of(*key)))
-        job = _Job(self.run, at_once=self.whole or jobs > 1 or cluster is not None)
+        job = partial(_run_case, self.run, self.whole or jobs > 1 or cluster is not None)
         for made in run(job, lambda: next(waiting, None), return_false, jobs=jobs, cluster=cluster):
             for rows in (made,) if isinstance(made, tuple) else ((row,) for row in made):
                 kept.add(*rows)
@@ -80,13 +81,9 @@ class Study(Generic[Case, Row]):
         return not self.whole or not known or (self.again is not None and self.again(known))
 
 
-@dataclass(frozen=True, slots=True)
-class _Job(Generic[Case, Row]):
-    """A picklable job that runs cases; with `at_once`, it returns the rows of a case as one tuple."""
-
-    run: Callable[[Case, Sequence[Row]], Iterable[Row]]
-    at_once: bool
-
-    def __call__(self, task: tuple[Case, Sequence[Row]], should_stop: Callable[[], bool]) -> Iterable[Row]:
-        rows = self.run(*task)
-        return tuple(rows) if self.at_once else rows
+def _run_case(
+    run: Callable[[Case, Sequence[Row]], Iterable[Row]], at_once: object, task: tuple[Case, Sequence[Row]], _: Callable[[], bool]
+) -> Iterable[Row]:
+    """Return the rows of a case; with `at_once`, as one tuple."""
+    rows = run(*task)
+    return tuple(rows) if at_once else rows

@@ -155,6 +155,7 @@ from planner.torch_private.patches import wrap_for_good
 
 T = TypeVar("T")
 
+_NAMES_OF_GRADIENTS = tuple(signature(torch.autograd.grad).parameters)
 _MOST_ITERATIONS = 24  # of a loop with a graph break in it, each of which is captured of its own
 
 # The function that captures setattr(): torch 2.13 has a class for it, earlier releases a method.
@@ -218,51 +219,51 @@ def fix_sizes_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None
     wrap_for_good(_pgo, "update_automatic_dynamic", partial(_run_configured, wanted, {"automatic_dynamic_shapes": False}))
 
 
-def read_names_of_torch() -> None:
-    """Make Dynamo read texts such as ``type(weight).__module__`` of PyTorch's own classes and functions.
-
-    Libraries ask for them to find tensors of another library without importing it.
-    """
+def follow_more_code() -> None:
+    """Make Dynamo follow code that it refuses, or fails at, in each of these functions."""
     wrap_for_good(InstructionTranslatorBase, "_load_attr", _load_or_read)
+    wrap_for_good(TorchInGraphFunctionVariable, "call_function", _call_with_tuples)
+    wrap_for_good(*find_tensor_method("register_hook"), _register_and_note)
+    wrap_for_good(SideEffects, "remove_hook", _remove_noted)
+    create = SourcelessBuilder.create
+    SourcelessBuilder.create = staticmethod(partial(_create_or_name, create))  # type: ignore[method-assign]
+    wrap_for_good(UserMethodVariable, "call_obj_hasattr", _has_function)
+    wrap_for_good(TensorVariable, GETATTR, _get_or_read)
+    wrap_for_good(UserDefinedClassVariable, "call_function", _call_or_make)
+    wrap_for_good(ConstantVariable, "call_method", _call_and_own)
 
 
 def _load_or_read(load: Callable[..., None], tx: InstructionTranslatorBase, attr: Any) -> None:
+    """Read texts such as ``type(weight).__module__`` of PyTorch's own classes and functions.
+
+    Libraries ask for them to find tensors of another library without importing it.
+    """
     load(tx, attr)
     if isinstance(getattr(tx.stack[-1], "obj", None), TorchInGraphFunctionVariable):
         found = tx.stack[-1].as_python_constant()
         tx.stack[-1] = VariableTracker.build(tx, found) if isinstance(found, str) else tx.stack[-1]
 
 
-def read_arguments_of_gradients() -> None:
-    """Make Dynamo take every call of ``torch.autograd.grad`` that eager PyTorch takes.
+def _call_with_tuples(call: Any, function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Take every call of ``torch.autograd.grad`` that eager PyTorch takes.
 
-    It knows lists of tensors only, where models pass ``weights.values()`` or ``model.parameters()``; and it checks the first
+    Dynamo knows lists of tensors only, where models pass ``weights.values()`` or ``model.parameters()``; and it checks the first
     arguments only if they are not passed by name, and the others only if they are.
     """
-    names = tuple(signature(torch.autograd.grad).parameters)
-    wrap_for_good(TorchInGraphFunctionVariable, "call_function", partial(_call_with_tuples, names))
-
-
-def _call_with_tuples(names: Sequence[str], call: Any, function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if function.value is not torch.autograd.grad:
         return call(function, tx, args, kwargs)
-    given = dict(zip(names, args, strict=False)) | kwargs
-    for name in names[:3]:
+    given = dict(zip(_NAMES_OF_GRADIENTS, args, strict=False)) | kwargs
+    for name in _NAMES_OF_GRADIENTS[:3]:
         if name in given:
             given[name] = _make_tuple(tx, given[name].realize())
-    return call(function, tx, [given.pop(name) for name in names[:2]], given)
-
-
-def follow_removed_hooks() -> None:
-    """Make Dynamo follow ``handle.remove()`` for hooks of tensors that captured code makes, where it fails in an assertion.
-
-    The node that registers such a hook is the handle's place in the list of hooks that Dynamo keeps.
-    """
-    wrap_for_good(*find_tensor_method("register_hook"), _register_and_note)
-    wrap_for_good(SideEffects, "remove_hook", _remove_noted)
+    return call(function, tx, [given.pop(name) for name in _NAMES_OF_GRADIENTS[:2]], given)
 
 
 def _register_and_note(register: Any, tensor: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """Follow ``handle.remove()`` for hooks of tensors that captured code makes, where Dynamo fails in an assertion.
+
+    The node that registers such a hook is the handle's place in the list of hooks that Dynamo keeps.
+    """
     handle = register(tensor, tx, *args, **kwargs)
     if isinstance(handle, RemovableHandleVariable) and tensor.source is None:
         handle.idx = tensor.as_proxy().node
@@ -287,15 +288,8 @@ def _return_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def follow_new_modules() -> None:
-    """Make Dynamo follow modules that a step makes, such as the loss of DETR: their ``nn.Buffer``, and methods without gradients.
-
-    ``nn.Module`` asks for ``__func__`` of its method, and the buffer whether it is persistent.
-    """
-    create = SourcelessBuilder.create
-    SourcelessBuilder.create = staticmethod(partial(_create_or_name, create))  # type: ignore[method-assign]
-    wrap_for_good(UserMethodVariable, "call_obj_hasattr", _has_function)
-    wrap_for_good(TensorVariable, GETATTR, _get_or_read)
+# Modules that a step makes, such as the loss of DETR: their ``nn.Buffer``, and methods without gradients. ``nn.Module`` asks for
+# ``__func__`` of its method, and the buffer whether it is persistent.
 
 
 def _create_or_name(create: Any, tx: Any, value: Any) -> Any:
@@ -315,17 +309,8 @@ def _get_or_read(get: Any, tensor: Any, tx: Any, name: str) -> Any:
     return VariableTracker.build(tx, tensor.as_proxy().node.kwargs.get(name, True))
 
 
-def read_legacy_variables() -> None:
-    """Make Dynamo follow ``torch.autograd.Variable(tensor, requires_grad=True)``, as older models call it."""
-    wrap_for_good(UserDefinedClassVariable, "call_function", _call_or_make)
-
-
-def change_lists_of_texts() -> None:
-    """Let captured code change the lists that ``text.split()`` and the like return, as ``repr(module)`` does."""
-    wrap_for_good(ConstantVariable, "call_method", _call_and_own)
-
-
 def _call_and_own(call: Any, text: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Let captured code change the lists that ``text.split()`` and the like return, as ``repr(module)`` does."""
     result = call(text, tx, name, args, kwargs)
     if isinstance(result, ListVariable) and result.mutation_type is None:
         result.mutation_type = ValueMutationNew()
@@ -333,6 +318,7 @@ def _call_and_own(call: Any, text: Any, tx: Any, name: str, args: Any, kwargs: A
 
 
 def _call_or_make(call: Any, kind: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Follow ``torch.autograd.Variable(tensor, requires_grad=True)``, as older models call it."""
     if kind.value is not torch.autograd.Variable:
         return call(kind, tx, args, kwargs)
     return VariableTracker.build(tx, _make_variable).call_function(tx, args, kwargs)

@@ -75,18 +75,24 @@ _ONCE_SHARE = 0.5  # of the rest, for schedules without recomputation
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleClass:
-    """The class of schedules of a program.
+class XEngineParams:
+    """Parameters of the class of schedules.
 
     Attributes:
-        stay: True if a copy may be handed over to the next stage; published: it is freed with the stage.
-        ahead: True if copies may be made at the beginning of a stage, for later ones.
-        again: True if ops may be recomputed.
+        stay: True if copies may be handed over to the next stage; published: they are freed with the stage. Always for the
+            makespan.
+        again: True if ops may be recomputed, as published; otherwise only their devices are chosen.
     """
 
     stay: bool = False
-    ahead: bool = False
     again: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleClass(XEngineParams):
+    """The class of schedules of a program; with `ahead`, copies may be made at the beginning of a stage, for later ones."""
+
+    ahead: bool = False
 
 
 PUBLISHED = ScheduleClass()
@@ -140,13 +146,8 @@ class XEngineProgram(StageProgram):
         if not (self.add_all((self.add_columns,), self._is_large) and self.add_all((*families, *memory), self._is_large)):
             return False
         for x in self.graph.kept:
-            self.add_end(x)
+            self.add_at_most(self.list_sources(0, self.due[x], x, self.ops), -1)
         return True
-
-    def count_seconds(self) -> None:
-        """Set the objective of the paper: the sum of all executions and copies."""
-        for column, seconds in self.seconds_of.items():
-            self.cost[column] = seconds / self.unit_s
 
     def add_columns(self, t: int) -> None:
         """Add R and S of stage t if they can serve it or a later one, then A."""
@@ -211,10 +212,6 @@ class XEngineProgram(StageProgram):
             if self.s(d, t, x) != ONE:
                 made = None if turn == BEGIN else self.r(d, t, self.made_at[x])
                 self.add_at_most([(column, 1), (made, -1), (self.s(d, t, x), -1)], 0)
-
-    def add_end(self, x: int) -> None:
-        """Add the row that kept x is on the main device at the end of its pass."""
-        self.add_at_most(self.list_sources(0, self.due[x], x, self.ops), -1)
 
     def _find_last_uses(self) -> tuple[list[int], list[int]]:
         """Return for each op the last stage in which it may be useful, and for each tensor the last in which it may be used.
@@ -401,11 +398,6 @@ def _find_copy_s(placement: Placement, d: int, e: int, x: int) -> float | None:
     return min(times, default=None)
 
 
-def build_serial_schedule(program: XEngineProgram, values: Floats) -> Schedule:
-    """Return the executions and copies of a solution in its order, with the shortest lifetimes."""
-    return schedule_of(program.placement.whole, [op for _, _, op in _iterate_executed(program, values)])
-
-
 def build_lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
     """Return the schedule of a solution with each tensor held until the solution frees it: its owner waits for copies.
 
@@ -495,20 +487,6 @@ def measure_program(graph: Graph, budget_bytes: int, *, rule: str = XEngineRule.
 
 
 @dataclass(frozen=True, slots=True)
-class XEngineParams:
-    """Parameters of the class of schedules.
-
-    Attributes:
-        stay: True if copies may be handed over to the next stage; published: they are freed with the stage. Always for the
-            makespan.
-        again: True if ops may be recomputed, as published; otherwise only their devices are chosen.
-    """
-
-    stay: bool = False
-    again: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class _Found:
     """A schedule, its serial sum with a bound, and a bound on its makespan, if known."""
 
@@ -564,12 +542,13 @@ def _solve_program(request: Request, program: XEngineProgram, *, overlapped: boo
         return Verdict(Status.LIMIT, None, None, *refusal)
     if not program.build():
         return _report_too_large(program.placement)
-    program.count_seconds()
+    for column, seconds in program.seconds_of.items():
+        program.cost[column] = seconds / program.unit_s
     request.tell("solving XEngine's program", None, None)
     answer = _solve_milp(program.build_milp(), request, clock, program.unit_s, request.tolerance.first)
     if answer.values is None:
         return _report_nothing(request, answer)
-    executed = build_serial_schedule(program, answer.values)
+    executed = schedule_of(program.placement.whole, [op for _, _, op in _iterate_executed(program, answer.values)])
     serial_s = sum(request.graph.ops[op].time_s for op in executed.computed)
     found = _Found(executed, serial_s, min(serial_s, answer.bound * program.unit_s))
     if not overlapped:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from graphs.ir import Graph, Op
+from graphs.ir import Graph
 from graphs.options import extract_eager_program, remove_options
 from graphs.reordering import Reordering, keep_program_order, permute
 from graphs.schedule import Schedule
@@ -102,7 +102,8 @@ def list_constraints(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:
 
 def _iterate_pairs(graph: Graph) -> Iterable[tuple[int, int]]:
     written = {t for op in graph.ops for t in op.mutates}
-    hidden = {op.id for op in graph.ops if _may_have_hidden_effects(op, written)}
+    # What must run once for a reason that the graph does not show: it may write its inputs.
+    hidden = {op.id for op in graph.ops if not (op.recomputable or op.mutates or written.intersection(op.inputs))}
     touching: dict[int, list[tuple[int, bool]]] = {}  # by tensor: the ops that read or write it, with True for writes
     ordered: int | None = None
     for op in graph.ops:
@@ -115,11 +116,6 @@ def _iterate_pairs(graph: Graph) -> Iterable[tuple[int, int]]:
             ordered = op.id
     for users in touching.values():
         yield from _iterate_pairs_around_writes(users)
-
-
-def _may_have_hidden_effects(op: Op, written: set[int]) -> bool:
-    """Return True if `op` must run once for a reason that the graph does not show: it may write its inputs."""
-    return not (op.recomputable or op.mutates or written.intersection(op.inputs))
 
 
 def _iterate_pairs_around_writes(users: list[tuple[int, bool]]) -> Iterable[tuple[int, int]]:

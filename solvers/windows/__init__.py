@@ -68,7 +68,7 @@ def _record_windows(search: Search) -> dict[str, object]:
 
 
 def _reach_verdict(search: Search, settled: float, least_bytes: int) -> tuple[Status, str]:
-    clock, budget_bytes = search.clock, search.budget_bytes
+    budget_bytes = search.budget_bytes
     if search.incumbent.failure:
         return (Status.FEASIBLE if search.incumbent.best is not None else Status.ERROR), search.incumbent.failure
     if search.incumbent.infeasible:
@@ -80,11 +80,10 @@ def _reach_verdict(search: Search, settled: float, least_bytes: int) -> tuple[St
         )
     if search.incumbent.best is not None:
         return decide_status(search.incumbent.best.time_s, search.incumbent.bound_s, settled), ""
-    limit = "work limit" if clock.counts_work else "time limit"
+    limit = "work limit" if search.clock.counts_work else "time limit"
     return Status.LIMIT, (
-        f"no schedule within {format_bytes(budget_bytes)} was found in {clock.format_amount(clock.now)} (limit "
-        f"{clock.format_amount(clock.limit)}), nor proved not to exist in the order of the ops that was tried. "
-        f"{_describe_bracket(search, least_bytes)} Raise the {limit} or the budget."
+        f"no schedule within {format_bytes(budget_bytes)} was found, nor proved not to exist in the order of the ops that was "
+        f"tried. {_describe_bracket(search, least_bytes)} Raise the {limit} or the budget."
     )
 
 

@@ -12,9 +12,8 @@ from solvers.request import Request
 from solvers.windows.decoding.decode import Order, Trial, is_possible, try_out
 from solvers.windows.decoding.expand import Solution
 from solvers.windows.decoding.pruning import prune
-from solvers.windows.incumbent import Incumbent
+from solvers.windows.incumbent import Incumbent, ProgressReports
 from solvers.windows.params import WindowsParams
-from solvers.windows.progress import ProgressReports
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.stopping import StoppingRule
 

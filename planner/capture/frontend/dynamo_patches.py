@@ -28,12 +28,7 @@ from planner.torch_private import capture as private
 from planner.torch_private.core import FunctionalTensor
 from planner.torch_private.patches import wrap
 
-private.read_names_of_torch()
-private.read_arguments_of_gradients()
-private.read_legacy_variables()
-private.change_lists_of_texts()
-private.follow_new_modules()
-private.follow_removed_hooks()
+private.follow_more_code()
 
 EndOfCapture = Callable[[Any, Any], object]  # called with the translator of a frame and the graph that was made of it
 

@@ -22,18 +22,6 @@ def _iterate(modules: Any) -> Any:
     return iter(tuple(modules._modules.values()))
 
 
-def _list_items(modules: Any) -> Any:
-    return tuple(modules._modules.items())
-
-
-def _list_values(modules: Any) -> Any:
-    return tuple(modules._modules.values())
-
-
-def _enumerate(iterable: Any, start: int = 0) -> Any:
-    return zip(count(start), iterable, strict=False)
-
-
 # By the names of what is called, so that no library is imported for them.
 _REPLACED: dict[str, Callable[..., Any]] = {
     "scipy.optimize._lsap.linear_sum_assignment": assign_in_step,
@@ -43,9 +31,9 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "torch.autograd.graph.saved_tensors_hooks.__exit__": exit_hooks,
     "torch.nn.modules.container.ModuleList.__iter__": _iterate,
     "torch.nn.modules.container.Sequential.__iter__": _iterate,
-    "torch.nn.modules.container.ModuleDict.items": _list_items,
-    "torch.nn.modules.container.ModuleDict.values": _list_values,
-    "torch._dynamo.polyfills.builtins.enumerate": _enumerate,
+    "torch.nn.modules.container.ModuleDict.items": lambda modules: tuple(modules._modules.items()),
+    "torch.nn.modules.container.ModuleDict.values": lambda modules: tuple(modules._modules.values()),
+    "torch._dynamo.polyfills.builtins.enumerate": lambda iterable, start=0: zip(count(start), iterable, strict=False),
     # These say where eager PyTorch keeps what it saves for the backward pass, which a plan decides itself.
     "torch.autograd.graph.save_on_cpu": ignore_context,
     "torch.utils.checkpoint.set_checkpoint_early_stop": ignore_context,

@@ -199,7 +199,9 @@ class SymbolicNumbers:
     def _create_input(self, builder: Any, value: float) -> Any:
         """Return Dynamo's variable for a number that is an input of its graph."""
         output, source = builder.tx.output, builder.source
-        self._follow_restart(output.shape_env)
+        if output.shape_env is not self._env:
+            self._env = output.shape_env
+            self._forget()
         name = private.get_source_name(source)
         if name not in output.unspec_variable_map:
             builder.install_guards(private.GuardBuilder.TYPE_MATCH)
@@ -220,7 +222,7 @@ class SymbolicNumbers:
         given = [arg for arg in node.all_input_nodes if arg in self._copies]
         if env is not self._env or not given:
             return run(args, kwargs)
-        hints = fx.node.map_aggregate((args, kwargs), _get_hint)
+        hints = fx.node.map_aggregate((args, kwargs), lambda each: each.node.hint if isinstance(each, SYMBOLIC) else each)
         if len(given) == len(node.all_input_nodes) and (compute := _find_python_function(node)) is not None:
             value = compute(*hints[0], **hints[1])
             if isinstance(value, int | float) and math.isfinite(value):
@@ -235,11 +237,6 @@ class SymbolicNumbers:
         self._sized.add(node)
         self._decided.update((self._copies[arg], self._copies[arg].meta["hint"]) for arg in given)
         return run(*hints)
-
-    def _follow_restart(self, env: ShapeEnv) -> None:
-        if env is not self._env:
-            self._env = env
-            self._forget()
 
     def _note(self, node: fx.Node, copy: fx.Node, value: float) -> Any:
         """Return a new symbol for what `copy` computes, as `node` of Dynamo's graph does; `value` is its present value."""
@@ -288,7 +285,3 @@ def _convert_number(value: sympy.Basic) -> float | None:
 
 def _has_symbols(value: torch.Tensor) -> bool:
     return any(isinstance(each, torch.SymInt) for each in (*value.shape, *value.stride(), value.storage_offset()))
-
-
-def _get_hint(value: Any) -> Any:
-    return value.node.hint if isinstance(value, SYMBOLIC) else value

@@ -141,10 +141,6 @@ class ConcreteValues:
             return bool(expression)
         return int(expression) if isinstance(symbolic, torch.SymInt) else float(expression)
 
-    def explain_unknown(self, tensors: Sequence[torch.Tensor]) -> str:
-        """Return the reason for which values of `tensors` are unknown, for messages: the quantities that they depend on."""
-        return "random numbers" if any(t in self._random for t in tensors) else "parameters or activations"
-
     def restart(self) -> None:
         """Restore the values of inputs and buffers, before the step is executed once more."""
         self._stale.clear()
@@ -303,7 +299,7 @@ class ConcreteValues:
         """Set the value of a symbol for a number that was taken out of the tensors `given`; None if it is unknown."""
         for symbol in symbolic.node.expr.free_symbols:
             if value is None or value != value:
-                self.unknown[symbol] = self.explain_unknown(given)
+                self.unknown[symbol] = "random numbers" if any(t in self._random for t in given) else "parameters or activations"
             else:
                 self.numbers[symbol] = int(value) if isinstance(value, bool) else value
                 symbolic.node.shape_env.set_real_tensor_prop_unbacked_vals(symbol, self.numbers[symbol])

@@ -190,7 +190,9 @@ class _GraphLowering:
         self.values[node] = Ref(tensor)
 
     def _call(self, node: fx.Node, phase: Phase) -> None:
-        self._learn_module(node)
+        number, stack = node.meta.get("seq_nr"), node.meta.get("nn_module_stack")
+        if number is not None and stack:
+            self.modules.setdefault(number, _format_module_path(stack))
         if node.target is operator.getitem:
             if node not in self.values:  # an item of a view that returns several
                 self.values[node] = get_item(self.values[_get_node(node.args[0])], (int(node.args[1]),))  # type: ignore[arg-type]
@@ -319,11 +321,6 @@ class _GraphLowering:
         tensor = len(self.tensors)
         self.tensors.append(Tensor(tensor, name, size_bytes, (len(self.ops),), kind, shape, dtype))
         return tensor
-
-    def _learn_module(self, node: fx.Node) -> None:
-        number, stack = node.meta.get("seq_nr"), node.meta.get("nn_module_stack")
-        if number is not None and stack:
-            self.modules.setdefault(number, _format_module_path(stack))
 
     def _get_module(self, node: fx.Node) -> str:
         """Return the module in which `node` was called; for a backward node, the module of its forward node."""

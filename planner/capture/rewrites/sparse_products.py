@@ -98,20 +98,16 @@ class Entries:
         return _add_in_place(self.values.new_zeros(self.size), self)
 
 
-def _make_entries(indices: Tensor, values: Tensor, size: Sequence[int], **options: Any) -> Entries:
-    return Entries(indices, values, size, **options)
-
-
 def _add_in_place(dense: Tensor, entries: Entries) -> Tensor:
     return dense.index_put_(tuple(entries.indices.unbind(0)), entries.values, accumulate=True)
 
 
-def _add(dense: Tensor, entries: Entries) -> Tensor:
-    return _add_in_place(dense.clone(), entries)
-
-
 # What Dynamo traces in place of these functions.
-_TRACED: dict[object, Any] = {torch.sparse_coo_tensor: _make_entries, iadd: _add_in_place, add: _add}
+_TRACED: dict[object, Any] = {
+    torch.sparse_coo_tensor: lambda indices, values, size, **options: Entries(indices, values, size, **options),
+    iadd: _add_in_place,
+    add: lambda dense, entries: _add_in_place(dense.clone(), entries),
+}
 
 
 def get_part_addresses(matrix: Tensor) -> tuple[int, ...]:

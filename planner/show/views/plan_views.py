@@ -14,8 +14,7 @@ from planner.plans.record import PlanRecord
 from planner.plans.select_attributes import select_attributes
 from planner.show.facts.baselines import Baseline, build_baselines
 from planner.show.facts.timeline import Timeline
-from planner.show.views.memory_plot import plot_plan
-from planner.show.views.memory_sketch import draw_sketch
+from planner.show.views.memory_plot import draw_sketch, plot_plan
 from planner.show.views.text import format_table
 
 if TYPE_CHECKING:

@@ -300,7 +300,8 @@ class Improvement:
             return self._take_in_arena(found, now)
         gain = 1 - found.time_s / now.time_s
         lacks_proof = not _is_as_close(now, self.plan) and (now.gap is None or now.gap > OPTIMAL_GAP)
-        proves_more = self._is_solved and gain > 0 and lacks_proof
+        # A plan that is as fast may have other first executions: its bound does not hold for the current one.
+        proves_more = self._is_solved and gain >= 0 and lacks_proof
         fits = self._executor.earlier_gradients.fit_with(
             apply_recorded_options(self._captured.graph, found.settings), found.schedule
         )
@@ -312,7 +313,7 @@ class Improvement:
                 return found
             self._candidate, self._due = found, due
         self._bound_s = now.bound_s
-        if self._is_shown(now) or (self._is_solved and now.bound_s is not None):
+        if self._is_shown(now):
             self.plan = now
         return None
 

@@ -93,7 +93,8 @@ def wait_for_others(work: dist.Work) -> None:
         try:
             work.wait(_ASKED_EVERY)
         except RuntimeError as error:
-            before, stopped = stopped, _find_stopped()
+            # By a signal, not by a debugger.
+            before, stopped = stopped, {rank for rank, file in _neighbours.items() if _read_state(file) == "T"}
             if both := before & stopped:  # not for a moment only
                 reason = _describe_stopped(min(both))
             elif stopped:  # the store may be held by one of them
@@ -124,11 +125,6 @@ def _find_end(work: dist.Work, error: RuntimeError) -> str:
     if "gloo/transport" not in str(error):
         raise error
     return f"a process that trains with this one has ended, and its own output says why ({first_line(error)})"
-
-
-def _find_stopped() -> set[int]:
-    """Return the ranks of the processes of this machine that a signal has stopped, not a debugger."""
-    return {rank for rank, file in _neighbours.items() if _read_state(file) == "T"}
 
 
 def _read_state(file: Path) -> str:

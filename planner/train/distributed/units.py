@@ -150,11 +150,6 @@ class ShardedUnit:
         """True if gradients are added to sums: they are not to be reduced, or there are sums of earlier ones."""
         return not self.reduces or any(get_gradient_sum(p.state) is not None for p in self.parameters)
 
-    def drop_sums(self) -> None:
-        """Free the sums of gradients, which have been reduced."""
-        for parameter in self.parameters:
-            set_gradient_sum(parameter.state, None)
-
     def build_gather(self, parameters: Sequence[ShardedParameter]) -> Gather:
         """Return the gather of some of the parameters."""
         return Gather(tuple(p.packed for p in parameters), self._mesh.shard_process_group)
@@ -279,7 +274,8 @@ class UnitPasses:
             gradients = run(static, saved)
         for unit in self._units:
             if unit.reduces:
-                unit.drop_sums()
+                for parameter in unit.parameters:
+                    set_gradient_sum(parameter.state, None)
         return gradients
 
 

@@ -128,8 +128,10 @@ class Replicated(Unwrapped):
         super().__init__(model.module if step is None else step, Ranks(model.process_group))
 
     def open(self) -> AbstractContextManager[None]:
-        """Replace the parameters, so that the wrapper does not wait for their gradients."""
-        return _replace_parameters(self.module)
+        """Replace the parameters by others on the same memory, whose gradients the wrapper's hooks do not see or wait for."""
+        others = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in self.module.parameters()}
+        tables = [owner._parameters for owner in self.module.modules()]
+        return put_parameters([(table, name, others[p]) for table in tables for name, p in table.items() if p is not None])
 
     def capture(
         self, loss_fn: LossFn | None, batch: Batch, settings: PlanSettings, variant: "CompileVariant | None" = None
@@ -317,13 +319,6 @@ class _Proxy(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         return self._compute(*args, **kwargs)
-
-
-def _replace_parameters(module: nn.Module) -> AbstractContextManager[None]:
-    """Replace the parameters by others on the same memory, so that hooks on the real ones see no gradients."""
-    others = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
-    tables = [owner._parameters for owner in module.modules()]
-    return put_parameters([(table, name, others[p]) for table in tables for name, p in table.items() if p is not None])
 
 
 def _count_trained_bytes(module: nn.Module) -> int:

@@ -18,7 +18,6 @@ from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.cuda import allocate_raw, free_raw, notify_out_of_memory
 from planner.train.eager.operators import Operator
 from planner.train.eager.sizes import KnownOp
-from planner.train.eager.storages import RecordedOp
 
 # By thread and device: bytes of the allocator's last failed request, until it is checked.
 unserved: dict[tuple[int, int | None], int] = {}
@@ -177,13 +176,12 @@ class DeviceCosts(OpCosts):
         seconds = perf_counter() - self._start
         return seconds, compute_allocated_bytes(self._get_taken_bytes() - self._taken, self._device)
 
-    def note(self, op: RecordedOp, made_bytes: int, workspace_bytes: int) -> None:
-        """Note what an op has taken that was measured, and the bytes that it has made."""
-        measured = self._measured[op.operator.name]
-        moved_bytes = made_bytes + op.read_bytes
+    def note(self, operator: Operator, moved_bytes: int, seconds: float, workspace_bytes: int) -> None:
+        """Note what an op has taken that was measured, and the bytes that it has read and made."""
+        measured = self._measured[operator.name]
         measured.executions += 1
         if measured.executions > MEASUREMENTS:  # the first ones load kernels
-            measured.seconds += op.seconds
+            measured.seconds += seconds
             measured.moved_bytes += moved_bytes
         if workspace_bytes > measured.workspace_bytes:
             measured.workspace_bytes, measured.workspace_of_bytes = workspace_bytes, max(moved_bytes, 1)

@@ -1,8 +1,8 @@
-"""Runs of Python's garbage collector while ops are recorded: about as often as without records.
+"""Runs of Python's garbage collector while ops are recorded: rarely.
 
-A record takes about 20 containers, and lives until the step ends. So the collector would run once in a few dozen ops, look at all
-records, and now and then at all objects of the process: a quarter of the time that recording adds to small ops. When memory is
-short, the runtime collects garbage itself.
+An op makes a record and storages, which live until the step ends. So the collector would run once in a few hundred ops, look at
+all records, and now and then at all objects of the process: 6% of the instructions that recording adds to small ops. When memory
+is short, the runtime collects garbage itself.
 """
 
 import gc
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 
 from planner.train.eager.shared_context import SharedContext
 
-_CONTAINERS = 20  # of a record
+_RARER = 20
 
 
 @contextmanager
 def _collect_rarely() -> Iterator[None]:
     youngest, *older = before = gc.get_threshold()
-    during = (_CONTAINERS * youngest, *older)
+    during = (_RARER * youngest, *older)
     gc.set_threshold(*during)
     try:
         yield

@@ -1,20 +1,15 @@
 """Names of the modules in which ops run, for the report: ``Encoder.layers.3.attention``."""
 
+import ctypes
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from torch import nn
 
 from planner.train.eager.shared_context import SharedContext
-
-
-class Noted(Protocol):
-    """An object that holds the number of the running module; 0 outside of modules."""
-
-    module: int
 
 
 class CurrentModule:
@@ -22,17 +17,14 @@ class CurrentModule:
 
     ``Module.__call__`` is replaced meanwhile: PyTorch's global module hooks make every call take a slower path.
 
-    Args:
-        noted: receives the number of the module.
-
     Attributes:
-        noted: the argument.
+        number: the number of the running module, which the C++ library reads; 0 outside of modules.
         parts: numbers of the known submodules of the outermost module, by identity.
         names: names by number: the class of the outermost running module, then the path from it; "" outside of modules.
     """
 
-    def __init__(self, noted: Noted) -> None:
-        self.noted = noted
+    def __init__(self) -> None:
+        self.number = ctypes.c_int64(0)
         self.names = [""]
         self.parts: dict[int, int] = {}
         self._outermost: weakref.ref[nn.Module] | None = None
@@ -43,7 +35,7 @@ class CurrentModule:
     @property
     def name(self) -> str:
         """The name of the running module."""
-        return self.names[self.noted.module]
+        return self.names[self.number.value]
 
     def __enter__(self) -> Self:
         """Start to note modules."""
@@ -56,7 +48,7 @@ class CurrentModule:
         """Stop noting modules."""
         del _ENTERED[self._thread]
         _NOTED_CALLS.__exit__()
-        self.noted.module = 0
+        self.number.value = 0
 
     def begin_outermost(self, module: nn.Module) -> int:
         """Return the number of a module that is called outside of other modules."""
@@ -106,13 +98,13 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
         current = _ENTERED.get(get_ident())
         if current is None:
             return call(module, *args, **kwargs)
-        noted = current.noted
-        before = noted.module
+        running = current.number
+        before = running.value
         number = current.parts.get(id(module)) if before else current.begin_outermost(module)
-        noted.module = current.number_of_new(module) if number is None else number
+        running.value = current.number_of_new(module) if number is None else number
         try:
             return call(module, *args, **kwargs)
         finally:
-            noted.module = before
+            running.value = before
 
     return note_call

@@ -18,7 +18,6 @@ from planner.train.eager.device_costs import MEASUREMENTS
 from planner.train.eager.recording import FEW_OPS, LONGEST_CHAIN, Recorder
 from planner.train.eager.shared_context import SharedContext
 from planner.train.eager.sizes import may_take_workspace
-from planner.train.eager.step_log import LoggedOp
 
 _HOOKS: dict[int, Hooks] = {}  # of the blocks, by their receivers
 _Describe = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64))
@@ -48,7 +47,7 @@ class NativeRecording:
         self._describe = _Describe(partial(_fill_facts, recorder))  # kept alive as long as the library may call it
         self._handle = library.eager_new(self._describe)
         weakref.finalize(self, library.eager_drop, self._handle)
-        parts = LoggedOp, LONGEST_CHAIN, LOCK, get_default_generator, FEW_OPS, MEASUREMENTS
+        parts = LONGEST_CHAIN, LOCK, get_default_generator, FEW_OPS, MEASUREMENTS, ctypes.addressof(recorder.module.number)
         record_with = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, ctypes.py_object)(("eager_record_with", library))
         self._hooks: Hooks = record_with(self._handle, (recorder, *parts))
 

@@ -5,7 +5,6 @@ The C++ library executes and records ops (``planner/native/op_records.cpp``), an
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -69,7 +68,7 @@ class Recorder:
         self.costs = costs
         self.is_closed = False
         self.sources = Sources(memory, recomputation)
-        self.module = CurrentModule(SimpleNamespace(module=0))
+        self.module = CurrentModule()
         self._operators: dict[int, Operator] = {}
 
     def get_operator(self, op: OpOverload) -> Operator:

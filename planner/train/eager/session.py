@@ -17,7 +17,6 @@ from graphs.units import format_bytes, format_enough, format_seconds
 from planner.capture.program.draws import LOCK
 from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.memory.reserved import choose_memory_on
-from planner.native.ledger import create_ledger
 from planner.native.library import wait_for_library
 from planner.plans.solve import solve_graph
 from planner.runtime.allocator import limit_allocator, measure_cuda_context_bytes
@@ -43,7 +42,7 @@ from planner.train.eager.step_plans import StepPlans
 from planner.train.eager.storages import Memory
 from solvers.baselines.dtr import DtrParams
 from solvers.baselines.megengine import MegEngineParams
-from solvers.online.heuristics import MEGENGINE, NAMES
+from solvers.online.heuristics import MEGENGINE, NAMES, make_heuristic
 
 _SHOWN = 5  # operators and modules in the report
 
@@ -135,10 +134,11 @@ class Rematerialization:
             budget_bytes = self._budget.resolve(0) - context_bytes
         sizes = OutputSizes(self._device)
         library = wait_for_library()
-        memory: Memory = library.memory(budget_bytes, sizes, partial(create_ledger, self._heuristic))
+        new_ledger = partial(library.ledger, self._heuristic, make_heuristic(self._heuristic))
+        memory: Memory = library.memory(budget_bytes, sizes, new_ledger)
         costs = create_costs(self._device)
         recomputation = library.recomputation(memory, self._max_recomputation, costs, LOCK)
-        follower = StepFollower(StepPlans(memory.budget_bytes), memory)
+        follower = StepFollower(StepPlans(memory.budget_bytes, library.step_log), memory)
         self._recorder = recorder = Recorder(memory, sizes, recomputation, self._max_recomputation, follower, costs)
         self._recording = recording = NativeRecording(recorder)
         for tensor in tensors:

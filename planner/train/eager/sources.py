@@ -113,7 +113,7 @@ class Sources:
         readers, memory = self._find_readers(), self._memory
         for storage in memory.resident.values():
             if not storage.pinned and id(storage) not in self.saved and id(storage) not in readers:
-                storage.pinned, storage.chain = True, []
+                storage.drop_records()
                 memory.allow(storage)
         self._read_by = (-1, {})
 

@@ -1,11 +1,10 @@
 """Connects the runtime with the plans of repeated steps: logs its ops, and makes the evictions of a plan."""
 
-import weakref
 from collections.abc import Callable
 
-from planner.train.eager.step_log import StepGraph, StepLog, build_recorded_step
+from planner.train.eager.step_log import StepGraph, build_recorded_step
 from planner.train.eager.step_plans import StepPlans
-from planner.train.eager.storages import Memory, TrackedStorage
+from planner.train.eager.storages import Memory
 
 # If no step so far has evicted or taken more than this share of the budget, the next one is not logged.
 _FAR = 0.9
@@ -18,28 +17,14 @@ class StepFollower:
 
     Args:
         plans: the steps so far.
-        memory: the budgeted memory.
-
-    Attributes:
-        number: number of the current step.
-        log: log of the current step; None if no step runs, or it is not logged.
+        memory: the budgeted memory, which writes the log.
     """
-
-    __slots__ = ("__dict__", "_storages", "log", "number")
 
     def __init__(self, plans: StepPlans, memory: Memory) -> None:
         self.plans = plans
         self.memory = memory
         self._far_bytes = _FAR * memory.budget_bytes
-        self.number = 0
-        self.log: StepLog | None = None
-        self._storages: list[weakref.ref[TrackedStorage]] = []  # by their number in the step
-
-    @property
-    def is_far(self) -> bool:
-        """True if all steps so far stayed below the budget, and there were any: then the next one is not logged."""
-        memory = self.memory
-        return self.number > 0 and not memory.evictions and memory.peak_bytes <= self._far_bytes
+        self._is_first = True
 
     # Events of the runtime.
 
@@ -47,38 +32,39 @@ class StepFollower:
         """Begin a step, when autograd saves its first tensor; no op may have run since the last step ended."""
         self.end()
         memory = self.memory
-        if not self.is_far:
+        if self._is_first or memory.evictions or memory.peak_bytes > self._far_bytes:
             self.plans.begin(memory.live_bytes)
-            self.log = self.plans.log
-        self.number += 1
-        self._storages = []
+            memory.log = self.plans.log
+        self._is_first = False
 
     def evict_one(self) -> bool:
         """Evict a storage that the plan has evicted by now, and return True; return False if there is none."""
-        if self.log is None:
+        log = self.memory.log
+        if log is None:
             return False
         offered = self.plans.get_offered()
         for number in tuple(offered):
-            storage = self._storages[number]() if number < len(self._storages) else None  # it was dropped, or is not used yet
+            storage = log.find_storage(number)
             if storage is None or not storage.is_owned():
                 del offered[number]
             elif self.memory.evict(storage):
                 del offered[number]
-                self.plans.borrows = not self.plans.is_following
+                self.plans.borrows = log.followed is None
                 return True
         return False
 
     def estimate_enough_bytes(self, enough_for: Callable[[StepGraph], int]) -> int:
         """Return a budget for the current step, from that of the largest earlier step that began like it; 0 if there is none."""
-        if self.log is None or (earlier := self.plans.earlier) is None:
+        log = self.memory.log
+        if log is None or (earlier := self.plans.earlier) is None:
             return 0
-        return enough_for(build_recorded_step(earlier)) + self.log.held_bytes - earlier.held_bytes
+        return enough_for(build_recorded_step(earlier)) + log.held_bytes - earlier.held_bytes
 
     def end(self) -> None:
         """End the step."""
-        if self.log is not None:
+        if self.memory.log is not None:
             self.plans.end()
-        self.log = None
+        self.memory.log = None
 
     def close(self) -> None:
         """End the step, and stop the solve in progress."""

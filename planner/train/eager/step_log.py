@@ -1,8 +1,8 @@
 """A step of an eager loop: its log of ops over storages, and its graph for the solvers. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 
@@ -37,44 +37,53 @@ class LoggedOp(NamedTuple):
     module: str = ""
 
 
-class StepLog:
-    """The ops of a step, with hashes of all ops up to each of them.
+class Total(Protocol):
+    """Hashes of the first ops of a step: with shapes, and without them; and the bytes that these ops have made."""
+
+    chain: int
+    structure: int
+    made_bytes: int
+
+
+class StepLog(Protocol):
+    """The ops of a step (``planner/native/step_log.cpp``).
 
     Two steps have the same structure if they execute the same operators on storages that are connected in the same way. They have
-    the same chain of hashes if the shapes are the same too. Times, addresses and contents do not matter. Ops and releases are
-    added by ``native/op_records.cpp``.
+    the same chain if the shapes are the same too. Times, addresses and contents do not matter.
 
     Attributes:
-        ops: the ops so far.
-        chains: for each op, the hash of it and the ops before it.
-        structures: the same without shapes.
-        made_bytes: for each op, the bytes that it and the ops before it have made.
+        held_bytes: bytes in memory when it began.
+        total: that of all ops so far.
+        ops: the ops so far, each as the values of a ``LoggedOp``.
         sizes_bytes: size of each storage, by number.
-        unpacked: storages that autograd has unpacked, by the number of ops before that: all inputs of a function at once.
-        released: for each storage that the program has released, the number of ops before that.
+        unpacked: storages that autograd has unpacked, with the number of ops before that: all inputs of a function at once.
+        released: the storages that the program has released, with the number of ops before that.
         only_saved: the released storages that autograd was the last to hold, unread: the program may have released them earlier.
         evicted: the evicted storages, in order; -1 for one that the step had not used before.
+        followed: the step whose plan this one follows, as long as it has its ops; None if there is none.
     """
 
-    __slots__ = ("__dict__", "chains", "made_bytes", "only_saved", "ops", "released", "sizes_bytes", "structures")
+    held_bytes: int
+    total: Total
+    ops: list[tuple[Any, ...]]
+    sizes_bytes: list[int]
+    unpacked: list[tuple[int, int]]
+    released: list[tuple[int, int]]
+    only_saved: list[int]
+    evicted: list[int]
+    followed: "StepLog | None"
 
-    def __init__(self, held_bytes: int) -> None:
-        """Begin a step with `held_bytes` in memory."""
-        self.held_bytes = held_bytes
-        self.ops: list[LoggedOp] = []
-        self.chains: list[int] = []
-        self.structures: list[int] = []
-        self.made_bytes: list[int] = []
-        self.sizes_bytes: list[int] = []
-        self.unpacked: dict[int, list[int]] = {}
-        self.released: dict[int, int] = {}
-        self.only_saved: set[int] = set()
-        self.evicted: list[int] = []
+    def __len__(self) -> int:
+        """Return the number of ops so far."""
 
-    @property
-    def chain(self) -> int:
-        """The hash of all ops so far."""
-        return self.chains[-1] if self.chains else 0
+    def get_total(self, ops: int) -> Total:
+        """Return that of the first `ops` ops."""
+
+    def is_begun_as(self, log: "StepLog") -> bool:
+        """Return True if its first ops are those of an unfinished step."""
+
+    def find_storage(self, storage: int) -> Any:
+        """Return the ``TrackedStorage`` with a number; None if it was dropped, or is not used yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +114,15 @@ def build_recorded_step(log: StepLog, provenance: dict[str, object] | None = Non
         GraphError: the step has no ops.
     """
     draft = _Draft(log)
-    for index, op in enumerate(log.ops):
+    for index, op in enumerate(draft.logged):
         draft.add(index, op)
     return draft.step(provenance or {})
 
 
-def _find_needed(log: StepLog) -> set[int]:
+def _find_needed(log: StepLog, ops: Sequence[LoggedOp]) -> set[int]:
     """Return the storages that autograd has unpacked, and all storages that they are computed from."""
-    needed = {storage for storages in log.unpacked.values() for storage in storages}
-    for op in reversed(log.ops):
+    needed = {storage for storage, _ in log.unpacked}
+    for op in reversed(ops):
         if not needed.isdisjoint((*op.made, *op.written)):
             needed.update(op.inputs)
     return needed
@@ -123,20 +132,25 @@ class _Draft:
     """The graph of a log, built op by op."""
 
     def __init__(self, log: StepLog) -> None:
-        self.log = log
-        self.made = {storage for op in log.ops for storage in op.made}
-        self.needed = _find_needed(log)
+        self.held_bytes, self.sizes_bytes, self.released = log.held_bytes, log.sizes_bytes, dict(log.released)
+        self.unpacked: dict[int, list[int]] = {}  # by the number of ops before
+        for storage, count in log.unpacked:
+            self.unpacked.setdefault(count, []).append(storage)
+        self.logged = tuple(map(LoggedOp._make, log.ops))
+        self.made = {storage for op in self.logged for storage in op.made}
+        self.needed = _find_needed(log, self.logged)
         self.tensors: list[Tensor] = []
         self.storages: list[int] = []
         self.ops: list[Op] = []
         self.current: dict[int, int] = {}  # the tensor with the current contents of each storage
         self.backward = False
         self.names: dict[str, int] = {}
-        self.unpacked: tuple[int, ...] = ()  # for the node that is running
+        self.held_by_node: tuple[int, ...] = ()  # what was unpacked for the node that is running
         self.held: dict[int, list[int]] = {}  # by op, the storages that the program still holds then
-        last = {storage: i for i, op in enumerate(log.ops) for storage in (*op.inputs, *op.made, *op.written)}
-        for storage, count in log.released.items():
-            if storage in self.made and storage not in log.only_saved and last[storage] < count - 1:
+        last = {storage: i for i, op in enumerate(self.logged) for storage in (*op.inputs, *op.made, *op.written)}
+        only_saved = set(log.only_saved)
+        for storage, count in self.released.items():
+            if storage in self.made and storage not in only_saved and last[storage] < count - 1:
                 self.held.setdefault(count - 1, []).append(storage)
 
     def add(self, index: int, op: LoggedOp) -> None:
@@ -144,9 +158,9 @@ class _Draft:
         self.backward = self.backward or op.backward
         target = str(op.target)
         name = self._name(target)
-        is_same_node = index > 0 and op.node >= 0 and op.node == self.log.ops[index - 1].node
-        self.unpacked = (*(self.unpacked if is_same_node else ()), *self.log.unpacked.get(index, ()))
-        read = (*self.unpacked, *op.inputs, *op.written, *self.held.get(index, ()))
+        is_same_node = index > 0 and op.node >= 0 and op.node == self.logged[index - 1].node
+        self.held_by_node = (*(self.held_by_node if is_same_node else ()), *self.unpacked.get(index, ()))
+        read = (*self.held_by_node, *op.inputs, *op.written, *self.held.get(index, ()))
         inputs = dict.fromkeys(self._get_tensor(storage) for storage in read)
         rewritten = [storage for storage in op.written if storage in self.made and storage in self.current]
         mutated = [self._get_tensor(storage) for storage in op.written if storage not in self.made]
@@ -178,13 +192,12 @@ class _Draft:
 
     def step(self, provenance: dict[str, object]) -> StepGraph:
         """Return the recorded step."""
-        log = self.log
         static_bytes = sum(t.size_bytes for t in self.tensors if t.static)
-        if (others := log.held_bytes - static_bytes) > 0:
+        if (others := self.held_bytes - static_bytes) > 0:
             self.tensors.append(Tensor(len(self.tensors), "not read in the step", others, (), Kind.CONSTANT))
             self.storages.append(-1)
-        kept = frozenset(t for storage, t in self.current.items() if storage in self.made and storage not in log.released)
-        return StepGraph(Graph(tuple(self.ops), tuple(self.tensors), kept, provenance), tuple(self.storages), dict(log.released))
+        kept = frozenset(t for storage, t in self.current.items() if storage in self.made and storage not in self.released)
+        return StepGraph(Graph(tuple(self.ops), tuple(self.tensors), kept, provenance), tuple(self.storages), self.released)
 
     def _get_tensor(self, storage: int) -> int:
         """Return the tensor with the current contents of a storage; it is static if no op has made it."""
@@ -194,7 +207,7 @@ class _Draft:
 
     def _add_tensor(self, storage: int, name: str, producers: tuple[int, ...], kind: Kind) -> int:
         t = len(self.tensors)
-        self.tensors.append(Tensor(t, name, self.log.sizes_bytes[storage], producers, kind))
+        self.tensors.append(Tensor(t, name, self.sizes_bytes[storage], producers, kind))
         self.storages.append(storage)
         self.current[storage] = t
         return t

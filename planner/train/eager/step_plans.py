@@ -16,7 +16,7 @@ Never imports torch.
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -122,19 +122,13 @@ class _Seen:
     solved: bool = False
     failure: str = ""
 
-    def is_begun_as(self, log: StepLog) -> bool:
-        """Return True if its first ops are those of an unfinished step."""
-        count = len(log.ops)
-        return count <= len(self.log.ops) and self.log.chains[count - 1] == log.chains[-1]
-
     def is_begun_alike(self, log: StepLog) -> bool:
         """Return True if its first ops are those of an unfinished step, with any shapes."""
-        count = len(log.ops)
-        return count <= len(self.log.ops) and self.log.structures[count - 1] == log.structures[-1]
+        return len(log) <= len(self.log) and self.log.get_total(len(log)).structure == log.total.structure
 
     def compute_excess(self, log: StepLog) -> float:
         """Return the bytes that it made in as many ops as `log` has, divided by those of `log`."""
-        return (self.log.made_bytes[len(log.ops) - 1] + 1) / (log.made_bytes[-1] + 1)
+        return (self.log.get_total(len(log)).made_bytes + 1) / (log.total.made_bytes + 1)
 
 
 @dataclass(slots=True)
@@ -165,7 +159,7 @@ class StepPlans:
     """The steps of a loop so far, their plans, and the plan of the current step.
 
     Attributes:
-        log: the current step.
+        log: the log of the current step.
         planned_steps: number of steps that followed a plan to the last op.
         left_steps: number of steps that began with a plan and continued with the heuristic, because an op differed.
         borrowed_steps: number of steps that evicted what the plan of a step of other sizes evicts.
@@ -174,12 +168,13 @@ class StepPlans:
         settings: settings of the solves. Ops are never reordered.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
-        """Initialize without plans; steps are solved for `budget_bytes`."""
+    def __init__(self, budget_bytes: int, new_log: Callable[[int], StepLog]) -> None:
+        """Initialize without plans; steps are solved for `budget_bytes`, and `new_log` returns a log from the bytes in memory."""
         self.budget_bytes = budget_bytes
+        self._new_log = new_log
         self.settings = PlanSettings(reorder=False)
         self.planned_steps = self.left_steps = self.borrowed_steps = 0
-        self.log = StepLog(0)
+        self.log = new_log(0)
         self.borrows = self.has_plans = False
         self._seen: dict[int, _Seen] = {}  # by the hash of all ops; the latest step is the last
         self._solving: tuple[int, StepGraph, BackgroundSolve] | None = None
@@ -192,14 +187,14 @@ class StepPlans:
     def begin(self, held_bytes: int) -> None:
         """Begin a step with `held_bytes` in memory, and follow the plan of the latest step that has one."""
         self._receive(0.0)
-        self.log = StepLog(held_bytes)
+        self.log = self._new_log(held_bytes)
         self._left, self.borrows, self._progress = False, False, None
-        self._following = next(self._iterate_planned(), None)
+        self._follow(next(self._iterate_planned(), None))
 
     def check_plan(self) -> None:
         """If the last op differs from the plan, follow the plan of a step with the same first ops, or none."""
-        if self._following is not None and not self._following.is_begun_as(self.log):
-            self._following = next((seen for seen in self._iterate_planned() if seen.is_begun_as(self.log)), None)
+        if self._following is not None and not self._following.log.is_begun_as(self.log):
+            self._follow(next((seen for seen in self._iterate_planned() if seen.log.is_begun_as(self.log)), None))
             self._left = self._following is None
 
     def get_offered(self) -> dict[int, None]:
@@ -207,35 +202,31 @@ class StepPlans:
 
         The caller removes what it has evicted.
         """
-        if not self.log.ops or (seen := self._following or self._find_lender()) is None:
+        if not len(self.log) or (seen := self._following or self._find_lender()) is None:
             return {}
         assert seen.plan is not None
         if self._progress is None or self._progress.plan is not seen.plan:
             self._progress = _Progress(seen.plan)
-        self._progress.advance(len(self.log.ops))
+        self._progress.advance(len(self.log))
         return self._progress.evicted
-
-    @property
-    def is_following(self) -> bool:
-        """True while the step follows a plan."""
-        return self._following is not None
 
     def end(self) -> None:
         """End the step: store it, and solve it if it has evicted tensors and has occurred before, with any sizes."""
         log = self.log
-        if not log.ops:
+        if not len(log):
             return
-        followed = self._following is not None and len(log.ops) == len(self._following.log.ops)
+        followed = self._following is not None and len(log) == len(self._following.log)
         self.planned_steps += followed
         self.borrowed_steps += self.borrows
         self.left_steps += not self.borrows and (self._left or (self._following is not None and not followed))
-        self._following = self._progress = None
-        seen = self._seen.pop(log.chain, None)
+        self._progress = None
+        self._follow(None)
+        seen = self._seen.pop(log.total.chain, None)
         if seen is None:
             seen = _Seen(log)
         else:
             seen.times += 1
-        self._seen[log.chain] = seen
+        self._seen[log.total.chain] = seen
         if len(self._seen) > _MOST_STEPS:
             self._drop_one()
         seen.evicted = seen.evicted or bool(log.evicted)
@@ -262,10 +253,9 @@ class StepPlans:
     @property
     def earlier(self) -> StepLog | None:
         """The largest earlier step with the same first ops, in sizes up to the current ones; None if there is none."""
-        alike = (seen.log for seen in self._seen.values() if self.log.ops and seen.is_begun_alike(self.log))
-        upto = len(self.log.ops) - 1
-        not_larger = (log for log in alike if log.made_bytes[upto] <= self.log.made_bytes[-1])
-        return max(not_larger, key=lambda log: log.made_bytes[-1], default=None)
+        alike = (seen for seen in self._seen.values() if len(self.log) and seen.is_begun_alike(self.log))
+        not_larger = (seen.log for seen in alike if seen.compute_excess(self.log) <= 1)
+        return max(not_larger, key=lambda log: log.total.made_bytes, default=None)
 
     @property
     def longest_plan(self) -> StepPlan | None:
@@ -286,8 +276,13 @@ class StepPlans:
             self._solving[-1].stop()
             self._solving = None
 
+    def _follow(self, seen: _Seen | None) -> None:
+        """Follow the plan of a step from now on, or none."""
+        self._following = seen
+        self.log.followed = None if seen is None else seen.log
+
     def _find_longest(self) -> _Seen | None:
-        return max(self._seen.values(), key=lambda seen: len(seen.log.ops), default=None)
+        return max(self._seen.values(), key=lambda seen: len(seen.log), default=None)
 
     def _iterate_planned(self) -> Iterator[_Seen]:
         """Yield the steps that have a plan, the latest first."""
@@ -317,7 +312,7 @@ class StepPlans:
         except OSError as error:  # no process can be started: the heuristic is used
             seen.solved, seen.failure = True, str(error)
         else:
-            self._solving = seen.log.chain, step, solve
+            self._solving = seen.log.total.chain, step, solve
 
     def _find_next_to_solve(self) -> _Seen | None:
         """Return the latest repeated step, else the largest one that occurs in several sizes and has no plan to borrow."""
@@ -325,14 +320,14 @@ class StepPlans:
         for seen in unsolved:
             if seen.times > 1:
                 return seen
-        times = Counter(seen.log.structures[-1] for seen in self._seen.values())
-        sizes = (seen for seen in unsolved if times[seen.log.structures[-1]] > 1 and self._compute_least_excess(seen) > _NEAR)
-        return max(sizes, key=lambda seen: seen.log.made_bytes[-1], default=None)
+        times = Counter(seen.log.total.structure for seen in self._seen.values())
+        sizes = (seen for seen in unsolved if times[seen.log.total.structure] > 1 and self._compute_least_excess(seen) > _NEAR)
+        return max(sizes, key=lambda seen: seen.log.total.made_bytes, default=None)
 
     def _compute_least_excess(self, seen: _Seen) -> float:
         """Return the bytes of the next larger planned step, divided by those of `seen`; infinite if there is none."""
         log = seen.log
-        alike = (other for other in self._iterate_planned() if len(other.log.ops) == len(log.ops) and other.is_begun_alike(log))
+        alike = (other for other in self._iterate_planned() if len(other.log) == len(log) and other.is_begun_alike(log))
         return min((excess for other in alike if (excess := other.compute_excess(log)) >= 1), default=math.inf)
 
     def _receive(self, most_s: float) -> None:

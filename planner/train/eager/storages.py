@@ -5,8 +5,8 @@ from typing import Protocol
 
 import torch
 
-from planner.train.eager.operators import Operator
 from planner.train.eager.sizes import KnownOp
+from planner.train.eager.step_log import StepLog
 
 
 class Memory(Protocol):
@@ -29,6 +29,7 @@ class Memory(Protocol):
         clock_s: total time of ops so far.
         clock: returns the time in seconds; None for the real time.
         pending: number of ops that were recorded since the ledger was last used; they are entered into it before its next use.
+        log: the log of the current step; None if no step runs, or it is not logged.
         resident: the resident storages by address.
     """
 
@@ -48,6 +49,7 @@ class Memory(Protocol):
     clock_s: float
     clock: Callable[[], float] | None
     pending: int
+    log: StepLog | None
     resident: "dict[int, TrackedStorage]"
 
     def find(self, tensor: torch.Tensor) -> "TrackedStorage | None":
@@ -124,13 +126,16 @@ class TrackedStorage(Protocol):
 
     size_bytes: int
     version: int
-    chain: "list[RecordedOp]"
+    chain: "tuple[RecordedOp, ...]"
     pinned: bool
     address: int
     saved: int
     last_read: int
     snapshots: dict[int, torch.Tensor] | None
     checked: int
+
+    def drop_records(self) -> None:
+        """Pin it, and drop the records and copies to recompute it."""
 
     def is_recomputable(self, version: int) -> bool:
         """Return True if the contents of `version` can be recomputed by the chain."""
@@ -152,18 +157,12 @@ class RecordedOp(Protocol):
     """One execution of an operator, with everything that is needed to execute it again.
 
     Attributes:
-        operator: the facts about the operator.
         inputs: the tensors among its arguments, in order: storages and the versions of their contents. The storage is None if
             the op itself writes it in place: the one that is being rebuilt.
-        read_bytes: bytes of the inputs.
         kept: the storages of inputs that cannot be recomputed.
         known: the facts about its signature.
-        seconds: measured time.
     """
 
-    operator: Operator
     inputs: list[tuple[TrackedStorage | None, int]]
-    read_bytes: int
     kept: tuple[torch.UntypedStorage, ...]
     known: KnownOp
-    seconds: float

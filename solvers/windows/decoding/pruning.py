@@ -35,18 +35,13 @@ def prune(
     for _ in range(_PASSES):
         if should_stop():
             break
-        unnecessary = _find_unnecessary(problem, trial, budget_bytes)
+        useless = set[int]() if problem.places.plain else _find_useless(problem, trial)
+        unnecessary = useless or _find_affordable(problem, trial, budget_bytes)
         if not unnecessary:
             break
         computed = [op for position, op in enumerate(trial.order.computed) if position not in unnecessary]
         trial = try_out(problem, order_of(problem, computed, instead=trial.order.instead, discretization=discretization))
     return trial
-
-
-def _find_unnecessary(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
-    """Return the positions of executions in `trial` that can be removed together, at most one of each op."""
-    useless = set[int]() if problem.places.plain else _find_useless(problem, trial)
-    return useless or _find_affordable(problem, trial, budget_bytes)
 
 
 def _find_affordable(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:

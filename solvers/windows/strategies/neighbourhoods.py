@@ -11,7 +11,7 @@ without, and 13 were faster, since more time is left for the plain graphs of ``c
 """
 
 from abc import abstractmethod
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -79,7 +79,10 @@ class RestrictedModel:
     def begin(self) -> None:
         """Choose windows and candidates from coarse solutions, and find a first schedule."""
         trials = self.solve_coarse_models()
-        self.add_tight_windows(trials)
+        # Windows wherever these need much memory.
+        windows = max(self.params.windows, self.params.size // self.search.problem.ops)
+        discretization = find_tight_windows(self.search.problem, trials, _TIGHT_SHARE * self.search.budget_bytes, windows)
+        self.discretization = self.discretization.split_at(discretization.ends)
         fresh, before_s = self.discretization, self.search.incumbent.best_s
         self.restart(self.params.whole_limit)
         # The solution for the least capacity is slower, but nearly fits.
@@ -87,12 +90,6 @@ class RestrictedModel:
             self.search.progress.tell("repairing a coarse solution")
             self.discretization = fresh
             self.settle(trials[-1])
-
-    def add_tight_windows(self, trials: Iterable[Trial]) -> None:
-        """Add windows wherever `trials` need much memory."""
-        windows = max(self.params.windows, self.params.size // self.search.problem.ops)
-        discretization = find_tight_windows(self.search.problem, trials, _TIGHT_SHARE * self.search.budget_bytes, windows)
-        self.discretization = self.discretization.split_at(discretization.ends)
 
     def allow_more_candidates(self) -> bool:
         """Allow more candidates, as ``CandidateSet.allow_more_candidates`` does."""

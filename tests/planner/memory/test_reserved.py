@@ -15,7 +15,7 @@ from graphs.reordering import keep_program_order
 from graphs.schedule import keep_everything
 from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from graphs.units import format_enough
+from graphs.units import format_bytes, format_enough
 from planner.memory import reserved_budget
 from planner.memory.least_budget import find_least_budget
 from planner.memory.reserved import EagerMemory, build_training, predict_beside, predict_eager_reserved_bytes
@@ -35,7 +35,7 @@ from solvers.clock import WorkClock
 from solvers.order.solve import SolvedOrder
 from solvers.registry import get_solver
 from solvers.request import Request
-from solvers.result import Reason, Result, Status
+from solvers.result import Ending, Reason, Result, Status
 from tests.support.graphs.small_graphs import of_four_sizes
 
 MIB = 2**20
@@ -132,8 +132,10 @@ def test_a_budget_that_no_plan_is_found_for_names_ways_out() -> None:
 
 def test_hints_are_in_reserved_memory() -> None:
     for graph, budget in ((chain(size_bytes=1024), "1MB"), (chain(), 30 * MIB)):
-        least = format_enough(find_least_budget(graph, CountedMemory.RESERVED).found_bytes)
-        with pytest.raises((LimitError, InfeasibleError), match=rf"A schedule is known for {re.escape(least)}\."):
+        least = find_least_budget(graph, CountedMemory.RESERVED)
+        proved = f"The least budget of reserved memory is at least {format_bytes(least.proved_bytes)}."
+        known = f"A schedule is known for {format_enough(least.found_bytes)}."
+        with pytest.raises((LimitError, InfeasibleError), match=rf"\. {re.escape(proved)} {re.escape(known)}"):
             solve(graph, budget, work_limit=2.0)
 
 
@@ -193,8 +195,8 @@ def test_a_solve_that_should_stop_returns_a_plan_that_fits() -> None:
 
 
 def test_a_solve_that_must_stop_does_so_without_a_plan() -> None:
-    with pytest.raises(LimitError, match=r"no schedule within 40\.89 MB was found"):
-        solve(chain(size_bytes=6 * MIB), 39 * MIB, should_stop=lambda: True)
+    with pytest.raises(LimitError, match=r"no schedule within 40\.89 MB was found, .* It took .* \(limit 8 units of work\)\.$"):
+        solve(chain(size_bytes=6 * MIB), 39 * MIB, work_limit=8.0, should_stop=lambda: True)
 
 
 def test_each_solve_is_stopped_by_its_own_gap() -> None:
@@ -294,20 +296,23 @@ def test_plan_text_names_the_counted_memory() -> None:
     assert "budget 90.60 MB reserved, peak" in text and "by PyTorch's default allocator" in text
 
 
-def test_a_first_solve_without_a_schedule_leaves_the_rest_of_the_clock_to_the_same_budget() -> None:
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_first_solve_that_is_not_over_leaves_the_rest_of_the_clock_to_the_same_budget(*, fits: bool) -> None:
     graph = chain()
+    budget_bytes = round(0.8 * predict_eager_reserved_bytes(graph, CountedMemory.RESERVED))
     asked: list[Request] = []
 
     def run(request: Request) -> SolvedOrder:
         asked.append(request)
         if len(asked) > 1:
             return SolvedOrder(get_solver("windows")(request), keep_program_order(graph))
-        while not request.is_stopped():  # its share of the clock is not enough for a schedule
+        while not request.is_stopped():  # its share of the clock is not enough for a schedule, or for its proof
             request.clock.spend(1.0)
-        found = Result(graph, request.budget_bytes, Status.LIMIT, None, graph.time_s, "windows", 1.0, reason=Reason.TIME)
-        return SolvedOrder(found, keep_program_order(graph))
+        least = find_least_budget(graph, CountedMemory.RESERVED).schedule
+        said = {"ended": Ending.LIMIT} if fits else {"reason": Reason.TIME}
+        found = Status.FEASIBLE if fits else Status.LIMIT, least if fits else None, graph.time_s
+        return SolvedOrder(Result(graph, request.budget_bytes, *found, "windows", 1.0, **said), keep_program_order(graph))
 
-    budget_bytes = round(0.8 * predict_eager_reserved_bytes(graph, CountedMemory.RESERVED))
     result = solve_counted(run, Request(graph, budget_bytes, clock=WorkClock(40.0)), CountedMemory.RESERVED).result
     assert asked[0].budget_bytes == asked[1].budget_bytes
-    assert result.schedule is not None and result.bound_s > graph.time_s
+    assert (result.status, result.ended) == (Status.OPTIMAL, None) and result.bound_s > graph.time_s

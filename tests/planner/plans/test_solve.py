@@ -22,6 +22,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from graphs.synthetic.small import make_training_chain
 from planner.memory.least_budget import LeastBudget, find_least_budget
+from planner.memory.reserved import DeviceTraining
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import plan_from_dict
 from planner.plans.plan_check import check_plan
@@ -327,9 +328,19 @@ def test_a_solve_with_nothing_left_to_try_says_so(monkeypatch: pytest.MonkeyPatc
     assert "nothing was left to try: more time is of no use" in plan_text(plan)
 
 
-def test_the_seconds_are_those_of_the_whole_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "asked"),
+    [
+        ("cpu", {"max_overhead": 0.2, "reorder": False}),  # several solves
+        ("h200", {"budget": "90%"}),  # what is reserved for the schedule comes after them
+    ],
+)
+def test_the_seconds_are_those_of_the_whole_call(device: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = replace(draw_training_step(9, 30), provenance={"device": device})
     ticks = itertools.count()
     monkeypatch.setattr(clock.time, "monotonic", lambda: float(next(ticks)))
+    predict = DeviceTraining.predict
+    monkeypatch.setattr(DeviceTraining, "predict", lambda *a, **k: [next(ticks) for _ in range(9)] and predict(*a, **k))
     began = next(ticks)
-    plan = planner.solve(GRAPH, None, max_overhead=0.2, tolerance=0.5, work_limit=2.0, reorder=False)  # several solves
+    plan = planner.solve(graph, tolerance=0.5, work_limit=2.0, **asked)
     assert next(ticks) - began - 3 <= plan.seconds < next(ticks) - began

@@ -26,10 +26,9 @@ from planner.studies.curve import solve_curve
 from planner.studies.max_batch import Wanted, find_max_batch
 from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
-from solvers.order.background import OrderSearch
 from solvers.order.peak import bound_any_order_peak_bytes, find_peak, keep_everything_peak_bytes
 from solvers.order.reorder import find_order, list_constraints, lowers_peak, may_lower_peak, reorder_by
-from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order
+from solvers.order.solve import OrderSearch, SolvedOrder, solve_in, solve_in_best_order
 from solvers.registry import Solver, get_solver
 from solvers.request import Request, Start
 from solvers.result import Ending, Result, SolveProgress, Status
@@ -352,7 +351,7 @@ def test_further_solves_of_a_graph_know_the_order_that_was_found(monkeypatch: py
         searched.append(graph)
         return find_order(graph, *given)
 
-    monkeypatch.setattr("solvers.order.background.find_order", find_counted)
+    monkeypatch.setattr("solvers.order.solve.find_order", find_counted)
     search, graphs = OrderSearch(), (weight_gradients(), draw_graph(2, 40))
     for graph in (graphs[0], graphs[0], graphs[1]):
         budget_bytes = int(0.9 * keep_everything_peak_bytes(graph))
@@ -475,7 +474,7 @@ def test_a_failure_of_the_search_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(graph: Graph) -> bool:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr("solvers.order.background.may_lower_peak", fail)
+    monkeypatch.setattr("solvers.order.solve.may_lower_peak", fail)
     with pytest.raises(RuntimeError, match="out of luck"):
         solved(weight_gradients(), 53_000)
 

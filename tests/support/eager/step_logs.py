@@ -1,7 +1,8 @@
 """Logs of steps, made op by op, as ``native/op_records.cpp`` makes them."""
 
-from collections.abc import Hashable
+from typing import Any
 
+from planner.native.library import wait_for_library
 from planner.train.eager.step_log import LoggedOp, StepLog
 from planner.train.eager.step_plans import StepPlans
 
@@ -25,47 +26,30 @@ def ops_of_chain(length: int = LENGTH, target: str = "f", size: int = SIZE) -> l
     return found
 
 
-def add_op(log: StepLog, op: LoggedOp, shapes: Hashable = 0) -> None:
-    """Add an op to a log; `shapes` distinguishes executions on tensors of different shapes."""
-    structure = hash((*log.structures[-1:], op.target, op.inputs, op.made, op.written))
-    log.made_bytes.append(sum(log.made_bytes[-1:]) + sum(log.sizes_bytes[storage] for storage in op.made))
-    log.ops.append(op)
-    log.structures.append(structure)
-    log.chains.append(hash((log.chain, structure, shapes)))
+def new_log(held_bytes: int = 0) -> Any:
+    return wait_for_library().step_log(held_bytes)
 
 
-def add_storage(log: StepLog, size_bytes: int) -> int:
-    """Add a storage that is new in the step, and return its number."""
-    log.sizes_bytes.append(size_bytes)
-    return len(log.sizes_bytes) - 1
+def new_plans(budget_bytes: int) -> StepPlans:
+    return StepPlans(budget_bytes, new_log)
 
 
-def unpack(log: StepLog, storage: int) -> None:
-    """Record that autograd has unpacked a storage."""
-    log.unpacked.setdefault(len(log.ops), []).append(storage)
-
-
-def release(log: StepLog, storage: int) -> None:
-    """Record that the program has released a storage."""
-    log.released[storage] = len(log.ops)
-
-
-def add(event: Event, log: StepLog, plans: StepPlans | None = None) -> None:
+def add(event: Event, log: Any, plans: StepPlans | None = None) -> None:
     """Add an op to the log of a step, or of the current step of `plans`."""
     op, sizes, released = event
     if op.backward:
-        unpack(log, op.inputs[0])
+        log.note_unpacked(op.inputs[0])
     for size in sizes:
-        add_storage(log, size)
-    add_op(log, op, sizes)
+        log.add_storage(size)
+    log.add_op(op)
     if plans is not None:
         plans.check_plan()
     for storage in released:
-        release(log, storage)
+        log.note_released(storage)
 
 
 def log_of(ops: list[Event]) -> StepLog:
-    log = StepLog(0)
+    log = new_log()
     for event in ops:
         add(event, log)
     return log

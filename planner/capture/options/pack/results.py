@@ -41,14 +41,10 @@ def _is_clamp(arguments: tuple[Any, ...], dtype: torch.dtype) -> bool:
     return lowest < highest and is_of_type(lowest, dtype) and is_of_type(highest, dtype)
 
 
-def _is_sign_kept(arguments: tuple[Any, ...], _: torch.dtype) -> bool:
-    return bool(arguments[0] > 0)
-
-
 ACTIVATIONS: Mapping[Any, Activation] = MappingProxyType(
     {
         aten.hardtanh_backward.default: Activation(aten.hardtanh.default, 2, _is_clamp),
-        aten.leaky_relu_backward.default: Activation(aten.leaky_relu.default, 1, _is_sign_kept),
+        aten.leaky_relu_backward.default: Activation(aten.leaky_relu.default, 1, lambda arguments, _: bool(arguments[0] > 0)),
     }
 )
 

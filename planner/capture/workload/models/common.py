@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphs.errors import UsageError
+from planner.capture.workload.models import Workload
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,6 +57,12 @@ def compute_token_loss(logits: Tensor, target: Tensor) -> Tensor:
 def draw_images(batch: int, size: int) -> Tensor:
     """Return random square images of `size` pixels a side."""
     return torch.randn(batch, 3, size, size)
+
+
+def train_on_images(model: nn.Module, batch: int, size: int, classes: int) -> Workload:
+    """Initialize a convolutional `model`, and return its training on random images and classes."""
+    init_convolutions(model)
+    return Workload(model, compute_class_loss, (draw_images(batch, size), torch.randint(classes, (batch,))))
 
 
 def init_convolutions(model: nn.Module) -> None:

@@ -4,13 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.capture.workload.models import Workload
-from planner.capture.workload.models.common import (
-    compute_class_loss,
-    create_tensors_in,
-    draw_images,
-    init_convolutions,
-    refuse_if,
-)
+from planner.capture.workload.models.common import create_tensors_in, refuse_if, train_on_images
 
 
 def build_normed_convolution(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
@@ -72,6 +66,4 @@ def densenet121(
                 layers += [build_normed_convolution(channels, channels // 2, 1), nn.AvgPool2d(2)]
                 channels //= 2
         layers += [nn.BatchNorm2d(channels), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-        model = nn.Sequential(*layers, nn.Linear(channels, classes))
-        init_convolutions(model)
-        return Workload(model, compute_class_loss, (draw_images(batch, size), torch.randint(classes, (batch,))))
+        return train_on_images(nn.Sequential(*layers, nn.Linear(channels, classes)), batch, size, classes)

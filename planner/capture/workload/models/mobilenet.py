@@ -1,10 +1,9 @@
 """MobileNetV2 (Sandler et al. 2018): inverted residuals around depthwise convolutions."""
 
-import torch
 from torch import Tensor, nn
 
 from planner.capture.workload.models import Workload
-from planner.capture.workload.models.common import compute_class_loss, create_tensors_in, draw_images, init_convolutions
+from planner.capture.workload.models.common import create_tensors_in, train_on_images
 
 # Table 2 of the paper: expansion, channels, repetitions, stride of the first repetition.
 STAGES = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
@@ -68,5 +67,4 @@ def mobilenet_v2(
         last = round_to_multiple_of_8(1280 * max(1.0, multiplier))
         layers += [build_convolution(channels, last, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         model = nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(last, classes))
-        init_convolutions(model)
-        return Workload(model, compute_class_loss, (draw_images(batch, size), torch.randint(classes, (batch,))))
+        return train_on_images(model, batch, size, classes)

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from planner.capture.workload.models import Workload
-from planner.capture.workload.models.common import compute_class_loss, create_tensors_in, draw_images, init_convolutions
+from planner.capture.workload.models.common import create_tensors_in, train_on_images
 
 
 def build_convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
@@ -56,9 +55,7 @@ def build_residual_network(blocks: tuple[int, ...], width: int, classes: int, *,
             layers.append(Residual(inputs, inner, 2 if stage > 0 and block == 0 else 1, bottleneck=bottleneck))
             inputs = 4 * inner if bottleneck else inner
         stages.append(nn.Sequential(*layers))
-    model = nn.Sequential(stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
-    init_convolutions(model)
-    return model
+    return nn.Sequential(stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 
 def _make_resnet(default: tuple[int, ...], *, bottleneck: bool) -> Callable[..., Workload]:
@@ -76,7 +73,7 @@ def _make_resnet(default: tuple[int, ...], *, bottleneck: bool) -> Callable[...,
     ) -> Workload:
         with create_tensors_in(dtype, device):
             model = build_residual_network(tuple(blocks), width, classes, bottleneck=bottleneck)
-            return Workload(model, compute_class_loss, (draw_images(batch, size), torch.randint(classes, (batch,))))
+            return train_on_images(model, batch, size, classes)
 
     return build
 

@@ -2,17 +2,10 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from planner.capture.workload.models import Workload
-from planner.capture.workload.models.common import (
-    compute_class_loss,
-    create_tensors_in,
-    draw_images,
-    init_convolutions,
-    refuse_if,
-)
+from planner.capture.workload.models.common import create_tensors_in, refuse_if, train_on_images
 
 STAGE_WIDTHS = (1, 2, 4, 8, 8)
 
@@ -40,9 +33,7 @@ def build_plain_network(
         nn.Dropout(dropout),
         nn.Linear(hidden, classes),
     )
-    model = nn.Sequential(nn.Sequential(*features), nn.AdaptiveAvgPool2d(7), nn.Flatten(), classifier)
-    init_convolutions(model)
-    return model
+    return nn.Sequential(nn.Sequential(*features), nn.AdaptiveAvgPool2d(7), nn.Flatten(), classifier)
 
 
 def _make_vgg(*convolutions: int) -> Callable[..., Workload]:
@@ -63,7 +54,7 @@ def _make_vgg(*convolutions: int) -> Callable[..., Workload]:
         refuse_if(size < 32, f"option size of vgg is {size}: five halvings need at least 32")
         with create_tensors_in(dtype, device):
             model = build_plain_network(convolutions, width=width, hidden=hidden, classes=classes, bn=bn, dropout=dropout)
-            return Workload(model, compute_class_loss, (draw_images(batch, size), torch.randint(classes, (batch,))))
+            return train_on_images(model, batch, size, classes)
 
     return build
 

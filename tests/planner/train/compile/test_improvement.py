@@ -216,6 +216,24 @@ def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypat
     assert step.measured is not None and check_plan(apply_recorded_options(step.measured, step.plan.settings), step.plan)
 
 
+@pytest.mark.parametrize("slower", [0.0, 0.01])
+def test_no_proof_is_lost_to_a_solve_that_proves_another_order(slower: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_processes(monkeypatch, Scripted)
+    monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", 0.0)
+    times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
+    model, batch = model_and_batch()
+    step = planned(model, batch, wait=Wait(gap=0.01, seconds=60.0))
+    first = step.plan
+    assert_trains_as_eager(step, model, batch, range(4))
+    job = Scripted.jobs[-1]
+    now = judge_on(apply_recorded_options(job.graph, first.settings), first)
+    monkeypatch.setattr(improvement, "_list_first_executions", lambda plan: plan is found)
+    found = replace(now, time_s=now.time_s * (1 + slower), bound_s=now.time_s * (1 + slower))
+    Scripted.news = [Ended(found)]
+    assert_trains_as_eager(step, model, batch, [4])
+    assert (step.plan.status, step.plan.gap) == (("optimal", 0.0) if slower == 0.0 else (first.status, first.gap))
+
+
 @pytest.mark.parametrize(("repaying", "step_of_swap"), [(10.0, 5), (14.0, 14)])
 def test_a_faster_plan_waits_until_its_swap_is_repaid(
     repaying: float, step_of_swap: int, monkeypatch: pytest.MonkeyPatch

@@ -2,17 +2,12 @@
 
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from planner.train.eager.modules import CurrentModule
-
-
-def current_module() -> CurrentModule:
-    return CurrentModule(SimpleNamespace(module=0))
 
 
 class Noting(nn.Module):
@@ -30,7 +25,7 @@ class Noting(nn.Module):
 
 
 def test_names_are_paths_from_the_outermost_module() -> None:
-    current, found = current_module(), list[str]()
+    current, found = CurrentModule(), list[str]()
     noting = Noting(current, found)
     model = nn.Sequential(nn.ReLU(), nn.Sequential(noting, nn.ReLU(), noting))
     with current:
@@ -42,7 +37,7 @@ def test_names_are_paths_from_the_outermost_module() -> None:
 
 
 def test_a_module_that_fails_is_left() -> None:
-    current, found = current_module(), list[str]()
+    current, found = CurrentModule(), list[str]()
     failing, after = nn.Sequential(Noting(current, found, fails=True)), nn.Sequential(Noting(current, found))
     with current:
         with pytest.raises(ZeroDivisionError):
@@ -52,7 +47,7 @@ def test_a_module_that_fails_is_left() -> None:
 
 
 def test_modules_that_were_added_and_modules_that_are_no_submodules() -> None:
-    current, found = current_module(), list[str]()
+    current, found = CurrentModule(), list[str]()
     lone = Noting(current, found)
 
     class Calling(nn.Sequential):
@@ -68,7 +63,7 @@ def test_modules_that_were_added_and_modules_that_are_no_submodules() -> None:
 
 
 def test_other_threads_are_not_named() -> None:
-    current, found = current_module(), list[str]()
+    current, found = CurrentModule(), list[str]()
     with current:
         thread = threading.Thread(target=nn.Sequential(Noting(current, found)), args=(torch.ones(1),))
         thread.start()
@@ -78,7 +73,7 @@ def test_other_threads_are_not_named() -> None:
 
 def test_calls_go_the_usual_way_after_the_last_of_several_threads() -> None:
     call = nn.Module.__call__
-    first, second = current_module(), current_module()
+    first, second = CurrentModule(), CurrentModule()
     first.__enter__()
     thread = threading.Thread(target=second.__enter__)
     thread.start()
@@ -100,14 +95,14 @@ def test_replaced_module_calls_are_called_and_kept(monkeypatch: pytest.MonkeyPat
         return noted
 
     monkeypatch.setattr(nn.Module, "__call__", before := noting(nn.Module.__call__, "before"))
-    with current_module():
+    with CurrentModule():
         nn.ReLU()(torch.ones(1))
     assert found == ["before"] and nn.Module.__call__ is before
-    with current_module():
+    with CurrentModule():
         nn.Module.__call__ = inside = noting(nn.Module.__call__, "inside")
     assert nn.Module.__call__ is inside
     nn.ReLU()(torch.ones(1))
     assert found == ["before", "inside", "before"]
-    with current_module():
+    with CurrentModule():
         nn.ReLU()(torch.ones(1))
     assert found[3:] == ["inside", "before"]

@@ -88,9 +88,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
         return planned
 
     def end_step(follower: StepFollower) -> None:
-        if follower.log is not None:
-            found.evicted += follower.log.evicted
-            found.chosen += len(follower.log.evicted)
+        if (log := follower.memory.log) is not None:
+            found.evicted += log.evicted
+            found.chosen += len(log.evicted)
         end(follower)
 
     monkeypatch.setattr(StepFollower, "evict_one", evict_planned)

@@ -1,5 +1,7 @@
 """Steps as they ran, their hashes and graphs, and steps that repeat: plans in the third, what they offer before each op."""
 
+from typing import Any
+
 import pytest
 
 from graphs.errors import PlannerError
@@ -9,10 +11,10 @@ from graphs.schedule import Compute, Free, Schedule, keep_everything
 from graphs.simulate import simulate
 from planner.train.eager import step_plans
 from planner.train.eager.enough_budget import find_enough_bytes
-from planner.train.eager.step_log import LoggedOp, StepLog, build_recorded_step
+from planner.train.eager.step_log import LoggedOp, build_recorded_step
 from planner.train.eager.step_plans import Action, StepPlan, StepPlans, list_actions
 from tests.support.eager.solves import SolvedWhenWaitedFor
-from tests.support.eager.step_logs import LENGTH, SIZE, Event, add, add_op, add_storage, log_of, ops_of_chain, release, unpack
+from tests.support.eager.step_logs import LENGTH, SIZE, Event, add, log_of, new_log, new_plans, ops_of_chain
 
 
 @pytest.fixture(autouse=True)
@@ -55,15 +57,15 @@ def test_actions_are_the_schedule_between_the_ops() -> None:
 
 
 def test_recomputation_of_overwritten_storage_repeats_its_writes() -> None:
-    log = StepLog(0)
-    a = add_storage(log, SIZE)
-    add_op(log, LoggedOp("make", (), (a,), time_s=1.0))
-    add_op(log, LoggedOp("write_", (a,), (), (a,), time_s=1.0))
-    b = add_storage(log, SIZE)
-    add_op(log, LoggedOp("other", (), (b,), time_s=1.0))
-    release(log, b)
-    add_op(log, LoggedOp("read", (a,), (), time_s=1.0))
-    release(log, a)
+    log = new_log()
+    a = log.add_storage(SIZE)
+    log.add_op(LoggedOp("make", (), (a,), time_s=1.0))
+    log.add_op(LoggedOp("write_", (a,), (), (a,), time_s=1.0))
+    b = log.add_storage(SIZE)
+    log.add_op(LoggedOp("other", (), (b,), time_s=1.0))
+    log.note_released(b)
+    log.add_op(LoggedOp("read", (a,), (), time_s=1.0))
+    log.note_released(a)
     steps = (Compute(0), Compute(1), Free(0), Free(1), Compute(2), Free(2), Compute(0), Compute(1), Free(0), Compute(3), Free(1))
     assert list_actions(build_recorded_step(log), Schedule(steps)) == (
         *((), ()),
@@ -75,16 +77,16 @@ def test_recomputation_of_overwritten_storage_repeats_its_writes() -> None:
 
 def test_overwritten_storage_is_recomputed_before_its_inputs_are_evicted() -> None:
     """As a dropout's mask: made of the shape of its input, then written."""
-    log = StepLog(0)
-    x, mask, other = (add_storage(log, SIZE) for _ in range(3))
-    add_op(log, LoggedOp("make", (), (x,), time_s=1.0))
-    add_op(log, LoggedOp("empty_like", (x,), (mask,), time_s=1.0))
-    add_op(log, LoggedOp("bernoulli_", (mask,), (), (mask,), time_s=1.0))
-    release(log, x)
-    add_op(log, LoggedOp("other", (), (other,), time_s=1.0))
-    release(log, other)
-    add_op(log, LoggedOp("read", (mask,), (), time_s=1.0))
-    release(log, mask)
+    log = new_log()
+    x, mask, other = (log.add_storage(SIZE) for _ in range(3))
+    log.add_op(LoggedOp("make", (), (x,), time_s=1.0))
+    log.add_op(LoggedOp("empty_like", (x,), (mask,), time_s=1.0))
+    log.add_op(LoggedOp("bernoulli_", (mask,), (), (mask,), time_s=1.0))
+    log.note_released(x)
+    log.add_op(LoggedOp("other", (), (other,), time_s=1.0))
+    log.note_released(other)
+    log.add_op(LoggedOp("read", (mask,), (), time_s=1.0))
+    log.note_released(mask)
     step = build_recorded_step(log)
     assert step.storages == (x, mask, mask, other)
     steps = [Compute(0), Compute(1), Compute(2), Free(0), Free(1), Free(2), Compute(3), Free(3)]
@@ -100,7 +102,7 @@ def test_a_schedule_in_another_order_is_refused() -> None:
 
 
 def test_repeated_step_follows_a_plan_from_the_third_time_on() -> None:
-    plans = StepPlans(5 * SIZE)
+    plans = new_plans(5 * SIZE)
     ops = ops_of_chain()
     first = run(plans, ops)
     assert first == list(range(2 * LENGTH))
@@ -118,7 +120,7 @@ def test_repeated_step_follows_a_plan_from_the_third_time_on() -> None:
 
 
 def test_a_step_that_fits_is_not_planned() -> None:
-    plans = StepPlans(100 * SIZE)
+    plans = new_plans(100 * SIZE)
     for _ in range(3):
         run(plans, ops_of_chain(), evictions=0)
     plans.wait()
@@ -126,7 +128,7 @@ def test_a_step_that_fits_is_not_planned() -> None:
 
 
 def test_an_op_that_differs_ends_the_plan_within_the_step() -> None:
-    plans = StepPlans(5 * SIZE)
+    plans = new_plans(5 * SIZE)
     ops = ops_of_chain()
     for _ in range(2):
         run(plans, ops)
@@ -141,7 +143,7 @@ def test_an_op_that_differs_ends_the_plan_within_the_step() -> None:
 
 
 def test_each_recurring_step_has_a_plan() -> None:
-    plans = StepPlans(5 * SIZE)
+    plans = new_plans(5 * SIZE)
     one, other = ops_of_chain(), ops_of_chain(LENGTH + 1, "g")
     for _ in range(2):
         run(plans, one)
@@ -156,7 +158,7 @@ def test_each_recurring_step_has_a_plan() -> None:
 
 
 def test_a_step_that_no_plan_fits_goes_on_by_the_heuristic() -> None:
-    plans = StepPlans(SIZE)
+    plans = new_plans(SIZE)
     for _ in range(3):
         run(plans, ops_of_chain())
     plans.wait()
@@ -170,7 +172,7 @@ def test_a_step_that_no_plan_fits_goes_on_by_the_heuristic() -> None:
 
 def sized(*sizes: int) -> StepPlans:
     """Plans after steps of these sizes and their solves."""
-    plans = StepPlans(500)
+    plans = new_plans(500)
     for size in sizes:
         run(plans, ops_of_chain(size=size))
     plans.wait()
@@ -225,15 +227,14 @@ def test_size_without_a_plan_uses_evictions_of_the_next_larger_plan() -> None:
 
 
 def test_the_earlier_step_like_a_step_is_the_largest_of_those_that_are_not_larger() -> None:
-    plans = StepPlans(10**9)
+    plans = new_plans(10**9)
     for size in (8, 10, 12):
         run(plans, ops_of_chain(size=size), evictions=0)
     run(plans, ops_of_chain(2 * LENGTH, "g", size=10), evictions=0)
     for size, expected in ((7, None), (8, 8), (11, 10), (99, 12)):
         plans.begin(0)
         assert plans.earlier is None
-        add_storage(plans.log, size)
-        add_op(plans.log, LoggedOp("f", (), (0,)), (size,))
+        add((LoggedOp("f", (), (0,)), (size,), ()), plans.log)
         earlier = plans.earlier
         assert (None if earlier is None else earlier.sizes_bytes[0]) == expected
 
@@ -241,8 +242,7 @@ def test_the_earlier_step_like_a_step_is_the_largest_of_those_that_are_not_large
 def test_other_ops_are_offered_nothing() -> None:
     plans = sized(100, 100)
     plans.begin(0)
-    add_storage(plans.log, 90)
-    add_op(plans.log, LoggedOp("g", (), (0,)), (90,))
+    add((LoggedOp("g", (), (0,)), (90,), ()), plans.log)
     assert plans.get_offered() == {}
 
 
@@ -261,24 +261,24 @@ def test_steps_without_a_plan_are_dropped_first(monkeypatch: pytest.MonkeyPatch)
     assert len(plans.plans) == 2
 
 
-def note_op(log: StepLog, target: str, inputs: tuple[int, ...], made: tuple[int, ...] = (), **facts: object) -> None:
-    add_op(log, LoggedOp(target, inputs, made, **facts))
+def note_op(log: Any, target: str, inputs: tuple[int, ...], made: tuple[int, ...] = (), **facts: object) -> None:
+    log.add_op(LoggedOp(target, inputs, made, **facts))
 
 
-def small_step() -> StepLog:
+def small_step() -> Any:
     """x, w -> h = mm(x, w); h <- relu_(h); y = mm(h, w); g = mm_backward(y, h), the gradient of w; then w <- sub_(w, g)."""
-    log = StepLog(held_bytes=100)
-    x, w = add_storage(log, 20), add_storage(log, 30)
-    h = add_storage(log, 8)
+    log = new_log(100)
+    x, w = log.add_storage(20), log.add_storage(30)
+    h = log.add_storage(8)
     note_op(log, "aten.mm.default", (x, w), (h,), time_s=3.0)
     note_op(log, "aten.relu_.default", (h,), written=(h,), time_s=1.0)
-    y = add_storage(log, 4)
+    y = log.add_storage(4)
     note_op(log, "aten.mm.default", (h, w), (y,), time_s=2.0)
-    g = add_storage(log, 30)
+    g = log.add_storage(30)
     note_op(log, "aten.mm.default", (y, h), (g,), time_s=2.0, backward=True)
-    release(log, h)
+    log.note_released(h)
     note_op(log, "aten.sub_.Tensor", (w, g), written=(w,), time_s=1.0, recomputable=False)
-    release(log, y)
+    log.note_released(y)
     return log
 
 
@@ -301,12 +301,12 @@ def test_a_step_becomes_a_graph() -> None:
 
 
 def test_unpacked_tensors_are_inputs_of_all_ops_of_their_node() -> None:
-    log = StepLog(held_bytes=0)
-    a, b, loss, g, h, k = (add_storage(log, 1) for _ in range(6))
+    log = new_log()
+    a, b, loss, g, h, k = (log.add_storage(1) for _ in range(6))
     note_op(log, "f", (), (a,))
     note_op(log, "f", (a,), (b,))
     note_op(log, "loss", (b,), (loss,))
-    unpack(log, b)
+    log.note_unpacked(b)
     note_op(log, "g", (loss,), (g,), backward=True, node=7)
     note_op(log, "g", (g, b), (h,), backward=True, node=7)
     note_op(log, "g", (h,), (k,), backward=True, node=6)
@@ -326,13 +326,12 @@ def test_keep_everything_schedule_frees_released_storages() -> None:
 
 @pytest.mark.parametrize("only_saved", [False, True])
 def test_only_storages_held_by_the_program_stay_until_released(only_saved: bool) -> None:
-    log = StepLog(held_bytes=0)
-    a, b, c = (add_storage(log, size) for size in (7, 5, 3))
+    log = new_log()
+    a, b, c = (log.add_storage(size) for size in (7, 5, 3))
     note_op(log, "f", (), (a,))
     note_op(log, "g", (a,), (b,))
     note_op(log, "h", (b,), (c,))
-    release(log, a)
-    log.only_saved.update([a] if only_saved else [])
+    log.note_released(a, only_saved=only_saved)
     graph = build_recorded_step(log).graph
     assert graph.ops[2].inputs == ((1,) if only_saved else (1, 0))
 

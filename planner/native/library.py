@@ -1,9 +1,9 @@
 """The C++ library: compiled once on a machine, for each release of PyTorch and Python, and kept on disk.
 
-It has the passes of planned steps, what gives their gradients to parameters, the ops, the records and the ledger of the eager
-runtime, and the CPU allocator of arenas. It is compiled by a process of its own with low priority. Passes run in Python until it
-is there; arenas and the eager runtime wait for it. A process that shares its memory limit with the compiler must not die for it:
-the system is told to end the compiler first.
+It has the passes and the nodes of planned steps, what undoes them, the ops, the records and the ledger of the eager runtime, and
+the CPU allocator of arenas. It is compiled by a process of its own with low priority. Passes run in Python until it is there;
+arenas and the eager runtime wait for it. A process that shares its memory limit with the compiler must not die for it: the system
+is told to end the compiler first.
 
 Inductor's code cache was used before. It compiles one file each, for the present machine only, which is wrong in a home folder
 that machines share, and takes two seconds to import.
@@ -33,7 +33,7 @@ from graphs.errors import PlannerError, first_line
 _LOGGER = logging.getLogger(__name__)
 _NAMES = (
     *("passes", "eager_ops", "op_records", "memory", "recomputation", "recorded_op", "tracked_storage", "size_rules", "ledger"),
-    *("step_log", "arena_allocator", "gradients", "stored_values"),
+    *("step_log", "arena_allocator", "step_node", "stored_values", "undo"),
 )
 _HEADER_NAMES = (
     *("op_records.h", "memory.h", "recomputation.h", "recorded_op.h", "tracked_storage.h", "step_log.h", "python_objects.h"),
@@ -62,7 +62,9 @@ class Library:
         accepts: returns True if an instruction can call its operator.
         new_program: returns a program from its description.
         run: runs a program on a tuple, and sets the position of the instruction at which it is.
-        accumulate: adds gradients to those of parameters in the backward pass of a step, if it returns True.
+        run_step: runs the forward pass of a step, and returns its results, with a node for the backward pass.
+        copy_all: copies a list of tensors to another one.
+        list_versions: returns the versions of a list of tensors.
         new_stored_values: returns a state of objects, names and some tensors among them; `any` stands for values that do not
             matter.
         find_unchanged: returns the list of these tensors if all is as in a state, else None.
@@ -79,7 +81,9 @@ class Library:
         self.accepts = _declare(functions.passes_accepts, value, value)
         self.new_program = _declare(functions.passes_new, value, value)
         self.run = _declare(functions.passes_run, value, value, value, ctypes.POINTER(ctypes.c_int64))
-        self.accumulate = _declare(functions.gradients_accumulate, value, value, value)
+        self.run_step = _declare(functions.step_node_run, value, value, value)
+        self.copy_all = _declare(functions.undo_copy, value, value, value)
+        self.list_versions = _declare(functions.undo_list_versions, value, value)
         self.new_stored_values = _declare(functions.stored_values_new, value, value, value, value, value)
         self.find_unchanged = _declare(functions.stored_values_find_unchanged, value, value)
         self.ledger = _declare(functions.ledger_type_of_library, value)()

@@ -1,13 +1,12 @@
-"""Execution of a planned training step: a schedule with real tensors behind an autograd function.
+"""Execution of a planned training step: a schedule with real tensors behind one node of autograd.
 
-What autograd saves in ``ctx.saved_tensors`` stays in memory until the backward pass returns. So only parameters and inputs are
+What autograd saves stays in memory until the backward pass returns. So only parameters and inputs are
 saved there, for the check of their versions, and activations are passed on in a list that the backward pass empties. All that
 surrounds the passes is a stage in one list of ``_wrap_in_stages``. Before, the arena, the rollback, the timer of ops and the
 watch of peaks replaced the functions of the passes by their own, in an order that could be read nowhere.
 
-Known weaknesses: the step is one autograd function with an input for each parameter, so autograd gets all gradients when the
-backward pass ends, and Python has work for each parameter: in models of small kernels this is seen in the step time (``make
-bench-host``). Gradients of gradients, taken outside of the step, are refused.
+The node is of the C++ library (``step_node.cpp``), or an autograd function until that is there. Known weaknesses: autograd gets
+all gradients when the backward pass ends. Gradients of gradients, taken outside of the step, are refused.
 """
 
 import time
@@ -35,7 +34,7 @@ from planner.memory.reserved import DeviceTraining, needs_libraries
 from planner.native.library import find_library
 from planner.native.unchanged import StepGuards
 from planner.runtime.arena import Arena, SharedSlab
-from planner.runtime.changed_inputs import ChangedInputs
+from planner.runtime.changed_inputs import ChangedInputs, Input
 from planner.runtime.code import Backward, Code, Forward, Stage, check_runnable, compile_schedule
 from planner.runtime.cuda.device_arena import DeviceArena, SharedPool
 from planner.runtime.devices import Devices
@@ -272,7 +271,9 @@ class Executor:
             if static[i] is not None and static[i].requires_grad:
                 static[i] = static[i].detach()
         trained = [static[i] for i in self.trained]
-        results: tuple[torch.Tensor, ...] = apply_function(_Step, self, check_earlier_gradients, static, *trained)
+        step, library = _Step(self, check_earlier_gradients, static), find_library()
+        results: Sequence[torch.Tensor]
+        results = apply_function(_Function, step, *trained) if library is None else library.run_step(step, trained)
         if self._trains and self._guards is not None:
             self._guards.call_later(self.training_step, self.signature.list_for_later(results))
             self._guards.count(self.training_step, static[len(self.program.sources) :])
@@ -381,20 +382,20 @@ class Executor:
                 raise SmallerBatchError(differing, f". {_SMALLER}{_OTHER_SIZES}")
             raise MismatchError(differing, f". {_OTHER_SIZES}")
 
-    def save(self, ctx: Any, static: Sequence[Any]) -> None:
-        """Save the tensors that the backward pass reads; autograd checks that they are not changed in between.
+    def save(self, step: "_Step", static: Sequence[Any]) -> list[torch.Tensor]:
+        """Save what the backward pass reads; return the tensors of it of which autograd checks that they are not changed.
 
         Those that it reads only to recompute may be changed (``ChangedInputs``). Buffers that the step overwrites are exempt: a
         second forward pass may have changed them, and the backward pass reads them only where values do not matter. With
         compiled kernels they do matter.
         """
         increment_version([static[i] for i in self._untold])
-        ctx.save_for_backward(*(static[i] for i in self._checked))
-        ctx.unchecked = [static[i] for i in self._unchecked]
-        ctx.numbers = static[len(self.program.sources) :]
-        ctx.inputs = self.changed_inputs.save(lambda t: static[self._static_order[t]])
+        step.unchecked = [static[i] for i in self._unchecked]
+        step.numbers = static[len(self.program.sources) :]
+        step.inputs = self.changed_inputs.save(lambda t: static[self._static_order[t]])
         read = (*self._checked, *self._recomputed_from)
-        ctx.unseen = UnseenWrites((self._name(i), static[i]) for i in read) if self.check_writes else None
+        step.unseen = UnseenWrites((self._name(i), static[i]) for i in read) if self.check_writes else None
+        return [static[i] for i in self._checked]
 
     def _check_earlier_gradients(self, static: Sequence[Any]) -> Callable[[], object]:
         """Check earlier gradients before the forward pass; return the check before the backward pass."""
@@ -403,7 +404,7 @@ class Executor:
             return lambda: None  # gradients added in between belong to other steps
         return lambda: self.earlier_gradients.check("backward", parameters)
 
-    def hand_over(self, ctx: Any) -> list[Any]:
+    def hand_over(self, step: "_Step") -> list[Any]:
         """Return the forward pass's values for the backward pass, which empties the list and may overwrite its contents.
 
         If the backward pass may run again (``retain_graph=True``), all saved tensors stay in memory, and overwritten ones are
@@ -412,10 +413,11 @@ class Executor:
         Raises:
             PlannerError: it may run again, and the plan uses transfers to the host or other devices.
         """
-        alive: list[Any] = ctx.alive
+        alive = step.alive
+        assert alive is not None
         if not backward_retains_graph():
-            # The context outlives the pass: what it holds could not be freed as the pass goes on.
-            ctx.alive = None
+            # The step outlives the pass: what it holds could not be freed as the pass goes on.
+            step.alive = None
             return alive
         if self.devices.channels:
             raise PlannerError(
@@ -428,28 +430,26 @@ class Executor:
                 again[i] = alive[i].clone()
         return again
 
-    def restore(self, ctx: Any, tangent: torch.Tensor | None) -> list[Any]:
+    def restore(self, step: "_Step", saved: Sequence[torch.Tensor], tangent: torch.Tensor | None) -> list[Any]:
         """Return the static tensors for the backward pass.
 
         Raises:
             PlannerError: one was written without autograd's knowledge, if `check_writes` is set; or the plan recomputes from one
                 that was written.
         """
-        static: list[Any] = [*[None] * len(self.program.sources), *ctx.numbers]
-        for i, tensor in zip(self._checked, ctx.saved_tensors, strict=True):
+        static: list[Any] = [*[None] * len(self.program.sources), *step.numbers]
+        for i, tensor in zip(self._checked, saved, strict=True):
             static[i] = tensor
-        for i, tensor in zip(self._unchecked, ctx.unchecked, strict=True):
+        for i, tensor in zip(self._unchecked, step.unchecked, strict=True):
             static[i] = tensor
         static[self._tangent] = tangent
-        if ctx.unseen is not None:
-            ctx.unseen.check(
-                [*(static[i] for i in self._checked), *(given.value for given in ctx.inputs[: len(self._recomputed_from)])]
-            )
-        values = self.changed_inputs.restore(ctx.inputs, self._name_tensor)
+        if step.unseen is not None:
+            step.unseen.check([*saved, *(given.value for given in step.inputs[: len(self._recomputed_from)])])
+        values = self.changed_inputs.restore(step.inputs, self._name_tensor)
         for i, tensor in zip(self._recomputed_from, values, strict=True):
             static[i] = tensor
         if not backward_retains_graph():
-            ctx.inputs = None
+            step.inputs = ()
         return static
 
     @property
@@ -468,52 +468,78 @@ class Executor:
         return source.name.removeprefix("model.")
 
 
-class _Step(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, executor: Executor, check_earlier_gradients: Callable[[], object], static: Sequence[Any], *_: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.executor = executor
-        ctx.check_earlier_gradients = check_earlier_gradients
-        local, ctx.shardings = executor.sharding.unwrap(static, executor.trained)
-        with ErrorReport(executor.memory, "forward"), _disable_autocast(local):
-            loss, extras, ctx.alive = executor.code.forward(local)
-        ctx.versions = [ctx.alive[i]._version for i in executor.code.returned]
-        executor.save(ctx, local)
-        ctx.mark_non_differentiable(*extras)
-        return (loss, *extras)
+class _Step:
+    """A call of the step, with what its forward pass leaves for its backward pass.
 
-    @staticmethod
-    def backward(ctx: Any, tangent: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
-        executor: Executor = ctx.executor
+    Attributes:
+        alive: what the passes themselves keep; None once that is used up.
+        unchecked, numbers, inputs, unseen: what ``Executor.save`` keeps.
+    """
+
+    unchecked: Sequence[torch.Tensor]
+    numbers: Sequence[Any]
+    inputs: Sequence[Input]
+    unseen: UnseenWrites | None
+
+    def __init__(self, executor: Executor, check_earlier_gradients: Callable[[], object], static: Sequence[Any]) -> None:
+        """Initialize for `static` tensors and numbers."""
+        self._executor, self._check_earlier_gradients = executor, check_earlier_gradients
+        self._static = static
+        self.alive: list[Any] | None = None
+
+    def run_forward(self) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+        """Return the results, the loss first, and the tensors that autograd saves for ``run_backward``."""
+        executor = self._executor
+        local, self._shardings = executor.sharding.unwrap(self._static, executor.trained)
+        self._static = ()
+        with ErrorReport(executor.memory, "forward"), _disable_autocast(local):
+            loss, extras, self.alive = executor.code.forward(local)
+        self._versions = [self.alive[i]._version for i in executor.code.returned]
+        return (loss, *extras), executor.save(self, local)
+
+    def run_backward(self, saved: Sequence[torch.Tensor], tangent: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Return the gradients of what is trained. `saved` are the tensors that autograd has saved, none if it has freed them."""
+        executor = self._executor
         executor.entered_s = time.perf_counter()
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "gradients of a planned step have no graph, and create_graph=True asks for one: compute what needs gradients of "
                 "gradients (a penalty) with model(...) itself"
             )
-        if ctx.alive is None:
+        if self.alive is None:
             raise RuntimeError(
                 "backward() was called twice on one planned step, whose tensors are freed after the first: call the first with "
                 "retain_graph=True"
             )
-        if ctx.versions != [ctx.alive[i]._version for i in executor.code.returned]:
+        if self._versions != [self.alive[i]._version for i in executor.code.returned]:
             raise RuntimeError(
                 "one of the tensors that the step returned was modified in place, and its backward pass reads it: clone() it "
                 "before writing to it, or write after backward()"
             )
-        ctx.check_earlier_gradients()
-        alive = executor.hand_over(ctx)
-        static = executor.restore(ctx, tangent)
+        self._check_earlier_gradients()
+        alive = executor.hand_over(self)
+        static = executor.restore(self, saved, tangent)
         with ErrorReport(executor.memory, "backward"), _disable_autocast(static):
-            gradients = [*executor.sharding.wrap(executor.code.backward(static, alive), ctx.shardings)]
+            gradients = [*executor.sharding.wrap(executor.code.backward(static, alive), self._shardings)]
         if executor.arena is not None and executor.accumulates:
             # Until autograd has added them: it copies out of the arena what others hold too.
             at_end_of_backward([*gradients].clear)
-        elif (library := find_library()) is not None and library.accumulate(ctx, gradients):
-            return ()
-        return (None, None, None, *gradients)
+        return gradients
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: _Step, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.step = step
+        results, saved = step.run_forward()
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(*results[1:])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, tangent: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+        return (None, *ctx.step.run_backward(() if ctx.step.alive is None else ctx.saved_tensors, tangent))
 
 
 def check_no_transform(what: str) -> None:

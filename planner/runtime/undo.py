@@ -15,6 +15,7 @@ import torch
 from graphs.ir import Graph, Phase
 from planner.capture.program.program import Program
 from planner.capture.rewrites.explicit_generators import list_generators
+from planner.native.library import find_library
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.random_state import RandomState
 from planner.runtime.unseen_writes import get_version
@@ -85,7 +86,7 @@ class _Before:
 
     def __init__(self, tensors: list[torch.Tensor], generators: list[torch.Generator], unused: "list[_HostCopies]") -> None:
         self._tensors, self._generators = tensors, generators
-        self._versions = [get_version(tensor) for tensor in tensors]
+        self._versions = _list_versions(tensors)
         try:
             self.copies = unused.pop()
         except IndexError:  # other threads take them too
@@ -95,7 +96,7 @@ class _Before:
 
     def note_written(self, increment: int) -> None:
         """Record the versions and random states after the forward pass, apart from a later `increment` of the versions."""
-        self._written = [get_version(tensor) + increment for tensor in self._tensors]
+        self._written = [version + increment for version in _list_versions(self._tensors)]
         self._drawn = [RandomState.of(generator) for generator in self._generators]
 
     def note_drawn(self) -> None:
@@ -139,13 +140,26 @@ class _HostCopies:
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy `tensors`, on a GPU with one kernel and one transfer, ordered after the work on the stream."""
-        with torch.no_grad():
-            for group, whole in self._on_gpu:
+        for group, whole in self._on_gpu:
+            with torch.no_grad():
                 whole.copy_(torch.cat([tensors[i].reshape(-1) for i in group]), non_blocking=True)
-            for group, parts in self._on_cpu:
-                foreach_copy_(parts, [tensors[i] for i in group])
+        for group, parts in self._on_cpu:
+            _copy_all([tensors[i] for i in group], parts)
 
     def write_back(self, i: int, tensor: torch.Tensor) -> None:
         """Restore `tensor`, which was at position `i`."""
         with torch.no_grad():
             tensor.copy_(self._values[i])
+
+
+def _copy_all(tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> None:
+    if (library := find_library()) is not None:
+        library.copy_all(tensors, copies)
+        return
+    with torch.no_grad():
+        foreach_copy_(copies, tensors)
+
+
+def _list_versions(tensors: list[torch.Tensor]) -> list[int]:
+    library = find_library()
+    return [get_version(tensor) for tensor in tensors] if library is None else library.list_versions(tensors)

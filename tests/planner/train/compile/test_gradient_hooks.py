@@ -12,6 +12,7 @@ from torch import nn
 import planner
 from benchmarks.models.parts import FunctionModule
 from graphs.errors import TraceError
+from planner.native import library
 from tests.support.models.as_eager import check_trains_as_eager
 
 SEEN: list[Any] = []
@@ -171,11 +172,28 @@ def test_hook_that_reads_what_the_step_makes_is_refused_with_its_line(run: Calla
         planner.trace(model, None, (torch.randn(4, 4),), passes=1)
 
 
-def test_gradients_are_given_as_autograd_gives_them() -> None:
+def give_by_grad(model: nn.Module, loss: torch.Tensor) -> None:
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+
+
+def give_in_anomaly_mode(_: nn.Module, loss: torch.Tensor) -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        loss.backward()
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_gradients_are_given_as_autograd_gives_them(monkeypatch: pytest.MonkeyPatch, *, is_native: bool) -> None:
+    if not is_native:
+        monkeypatch.setattr(library._LOADER, "library", None)
+        monkeypatch.setattr(library._LOADER, "start", lambda: None)
     kinds: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
         "plain": lambda _, loss: loss.backward(),
         "twice": lambda _, loss: (loss.backward(retain_graph=True), loss.backward()),
         "penalty": lambda model, loss: (loss + sum(p.square().sum() for p in model.parameters())).backward(),
+        "returned": give_by_grad,
+        "anomaly": give_in_anomaly_mode,
         "chosen": lambda model, loss: loss.backward(inputs=[model[0].weight]),
         "hook": lambda model, loss: (model[0].weight.register_hook(lambda gradient: 2 * gradient), loss.backward()),
         "written": lambda model, loss: (model[2].bias.register_post_accumulate_grad_hook(SEEN.append), loss.backward()),
@@ -192,7 +210,7 @@ def test_gradients_are_given_as_autograd_gives_them() -> None:
             run(eager, nn.functional.mse_loss(eager(batch[0]), batch[1]))
             pairs = list(zip(model.parameters(), eager.parameters(), strict=True))
             assert all(p.grad is other.grad is None or torch.equal(p.grad, other.grad) for p, other in pairs)
-            assert (loss.grad_fn.next_functions == ()) == (kind in ("plain", "twice"))
+            assert (loss.grad_fn.next_functions == ()) == (is_native and kind in ("plain", "twice"))
         for module in (model, eager):
             module.zero_grad()
     assert len(SEEN) == 2 * (1 + 2 + 2)

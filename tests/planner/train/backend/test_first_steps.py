@@ -18,7 +18,7 @@ from planner.train.backend.planned_graph import PlannedGraph
 from planner.train.backend.rest_of_step import build_keep_everything
 from planner.train.backend.shared_budget import SharedBudget
 from tests.support.marks import slow, slow_except
-from tests.support.models.backend import Apart, Thirds, compiled, measured_bytes, stack
+from tests.support.models.backend import Apart, Thirds, assert_same_state, compiled, measured_bytes, only_budget, stack
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore")]
 
@@ -167,3 +167,14 @@ def test_a_step_whose_planning_fails_is_planned_after_the_next(
     for _ in range(2):
         call_once(run, x).backward()
     assert not graphs[0].provisional and graphs[0].schedule == build_keep_everything(graphs[0].captured.graph)
+
+
+@pytest.mark.parametrize("check_writes", [False, True])
+def test_copies_of_inputs_that_were_freed_for_later_graphs_are_not_read(*, check_writes: bool) -> None:
+    model, x = stack(3), torch.randn(ROWS, 32)
+    twin = copy.deepcopy(model)
+    loss = call_once(compiled(model, "100%", check_writes=check_writes), x)
+    assert only_budget().forward_runs[-1].free_copies()
+    loss.backward()
+    call_once(twin, x).backward()
+    assert_same_state(model, twin)

@@ -156,6 +156,17 @@ def test_a_step_that_calls_more_than_the_known_one_left_room_for_says_so_once(
     assert not graphs[0].provisional
 
 
+def test_steps_of_another_size_do_not_end_the_wait_for_a_step_that_calls_more(graphs: list[PlannedGraph]) -> None:
+    model, batches = stack(2), (torch.randn(ROWS, 32), torch.randn(2 * ROWS, 32))
+    run = compiled(model, "1MB")
+    for x in batches:
+        for call in (call_once, call_once, call_twice, call_once):
+            call(run, x).backward()
+    for x in (*batches[:1] * 9, *batches[1:] * 3):
+        call_once(run, x).backward()
+    assert [graph.provisional for graph in graphs] == [False, True]
+
+
 def test_a_step_whose_planning_fails_is_planned_after_the_next(
     graphs: list[PlannedGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import stat
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from graphs.errors import FormatError, OutputError, UsageError
 from graphs.io.documents import convert_to_json, shorten
@@ -90,7 +91,7 @@ def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str], 
     if suffix and (other := Path(path).suffix.lower()) in _FORMATS - {suffix}:
         raise OutputError(f"{path} ends with {other}, but what is written is a {suffix} file: name one that ends with {suffix}")
     if _is_replaceable(target):
-        _create_and_remove(target.parent, path)
+        _check_creatable(target.parent, path)
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
@@ -104,7 +105,7 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
             raise OutputError(f"{given} is a file: name a folder, which is made where there is none")
     except (OSError, ValueError) as error:
         raise _make_output_error(folder, error) from None
-    _create_and_remove(place, folder)
+    _check_creatable(place, folder)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -125,7 +126,8 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
         _write_through(path, content, open_descriptor(path))
         return
     target = _find_target(path)
-    temporary = _name_temporary(target.parent)
+    # Named before it is created, so that it is removed after an interruption at any moment.
+    temporary = target.with_name(f".planner-{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:
             file.write(content)
@@ -237,20 +239,12 @@ def _is_replaceable(target: Path) -> bool:
     return target.is_file() or not target.exists()
 
 
-def _name_temporary(folder: Path) -> Path:
-    """Return the name of a new file: known before it is created, so that it is removed after an interruption at any moment."""
-    return folder / f".planner-{secrets.token_hex(8)}.tmp"
-
-
-def _create_and_remove(folder: Path, path: str | os.PathLike[str]) -> None:
+def _check_creatable(folder: Path, path: str | os.PathLike[str]) -> None:
     """Raise an OutputError about `path` if no file can be created in `folder`: /proc says that it is writable, and is not."""
-    probe = _name_temporary(folder)
     try:
-        probe.touch(exist_ok=False)
+        TemporaryFile(dir=folder).close()
     except OSError as error:
         raise _make_output_error(path, error) from None
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 def _find_target(path: str | os.PathLike[str]) -> Path:

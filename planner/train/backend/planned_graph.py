@@ -277,15 +277,14 @@ class PlannedGraph:
         with ErrorReport(self._describe_memory(number), "forward"):
             returned, handed_over = self._passes[number].forward(args)
         slots = returned[self.outputs :]
+        unseen = UnseenWrites(self._iterate_inputs(slots)) if self.check_writes else None
         saved_inputs = self._save_inputs(number, slots)
         plan, nothing = torch.empty((number, 0)), torch.empty(0)  # empty in memory, whatever their shape
         if handed_over:
             # Autograd keeps the storage until no backward pass can follow, even if it makes other tensors of it.
             plan.untyped_storage().handed_over = handed_over  # type: ignore[attr-defined]
             self._handing_over.add(number)
-        plan.untyped_storage().inputs = saved_inputs  # type: ignore[attr-defined]
-        if self.check_writes:
-            plan.untyped_storage().unseen = UnseenWrites(self._iterate_inputs(slots))  # type: ignore[attr-defined]
+        plan.untyped_storage().inputs, plan.untyped_storage().unseen = saved_inputs, unseen  # type: ignore[attr-defined]
         if seen is not None:
             seen(returned[: self.outputs], plan)
         return [*returned[: self.outputs], *(nothing if t is None else t for t in slots), plan]
@@ -309,9 +308,9 @@ class PlannedGraph:
                 "backward(retain_graph=True) needs tensors that the plan overwrites: leave out retain_graph=True, or the option "
                 "'in-place'"
             )
+        self._restore_inputs(number, getattr(plan.untyped_storage(), "inputs", ()), args)
         if (unseen := getattr(plan.untyped_storage(), "unseen", None)) is not None:
             unseen.check(tensor for _, tensor in self._iterate_inputs(args))
-        self._restore_inputs(number, getattr(plan.untyped_storage(), "inputs", ()), args)
         args += handed_over
         del plan, handed_over  # frees tensors on the host, unless the backward pass may run again
         with ErrorReport(self._describe_memory(number), "backward"):

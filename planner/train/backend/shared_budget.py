@@ -488,12 +488,13 @@ class SharedBudget:
         if self._is_partly_seen:
             self._unseen[step] = _OBSERVED
         elif step in self._known and self.learning:
-            self._unseen = {other: n - 1 for other, n in self._unseen.items() if n > 1 or other[0] is not step[0]}
+            observed = {other: n - (other[0] is step[0]) for other, n in self._unseen.items()}
+            self._unseen = {other: n for other, n in observed.items() if n}
         elif not self._following:
             self._unseen.pop(step, None)
             seen = [run.seen for run in runs]
             whole = self.compute_whole_bytes(step, seen)
-            known = self._known[step] = _KnownStep(seen, whole, whole - count_bytes_beside_requests(seen))
+            known = _KnownStep(seen, whole, whole - count_bytes_beside_requests(seen))
             alone = len(runs) == 1 and not seen[0].followed_by
             if not alone:
                 _warn_of_sums(reads)
@@ -504,22 +505,20 @@ class SharedBudget:
                 activity = "" if alone else f"planning {len(runs)} graphs together"
                 with stages.run_stage(Stage.SOLVE, activity):
                     try:
-                        self._plan_together(step)
+                        self._plan_together(step, known)
                     except InfeasibleError:
-                        del self._known[step]
                         changed = [graph for graph in step if graph.read_as_results()]
                         if not changed:
                             raise
                         warn_caller(_NO_ROOM_FOR_LAYOUTS.format(changed[0].rounding))
-                        self._known[step] = known
-                        self._plan_together(step)
+                        self._plan_together(step, known)
                 stages.finish(self._describe_plans(step, seen) + ("" if alone else f", {len(runs)} graphs"))
         if self._slab is not None and step in self._known:
             self._fit_arena(runs, self._known[step])
 
     def _warn_of_peak(self, runs: Sequence[_ForwardRun], whole: int) -> None:
         """Warn if a step whose graphs were not known has exceeded the budget."""
-        plans = [(run.graph.captured.graph, run.graph.schedule) for run in runs]
+        plans = [(run.graph.captured.graph, run.schedule) for run in runs]
         most = compute_peak_bytes(plans, [run.seen for run in runs])
         if most > whole:
             warn_caller(
@@ -527,17 +526,21 @@ class SharedBudget:
                 "order of its graphs was not known yet: from now on they are planned together",
             )
 
-    def _plan_together(self, step: _Step) -> None:
-        """Plan the graphs of a known step together, and with those of other steps that have a graph of it."""
+    def _plan_together(self, step: _Step, known: _KnownStep) -> None:
+        """Plan the graphs of a step together, and with those of known steps that have a graph of it; then it is known too."""
+        self._known[step], whole = known, known.planned_bytes
         steps = self._list_steps_with(step)
-        whole = self._known[step].planned_bytes
-        if len(step) == len(steps) == 1 and not self._known[step].seen[0].followed_by:
-            self._plan_alone(step[0], whole - compute_bytes_of_others(self._known[step].seen, 0, []))
-            return
-        together = self._build_together(steps, self._compute_room(step, whole, alone=False))
-        together.plan()
-        self._fit_reserved(steps, whole)
-        together.copy_inputs()
+        try:
+            if len(step) == len(steps) == 1 and not known.seen[0].followed_by:
+                self._plan_alone(step[0], whole - compute_bytes_of_others(known.seen, 0, []))
+                return
+            together = self._build_together(steps, self._compute_room(step, whole, alone=False))
+            together.plan()
+            self._fit_reserved(steps, whole)
+            together.copy_inputs()
+        except (InfeasibleError, LimitError):
+            del self._known[step]
+            raise
 
     def _list_steps_with(self, step: _Step) -> list[_Step]:
         """Return the known steps that share a graph with `step`, or with one of these, which comes first."""

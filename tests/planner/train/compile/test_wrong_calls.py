@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.utils.data import DataLoader
 
 import planner
 from benchmarks.models.parts import FunctionModule
 from graphs.errors import InfeasibleError, PlannerError, TraceError
 from planner.capture.frontend import fake_execution
+from planner.native.library import wait_for_library
 
 X, Y = torch.randn(16, 8), torch.randn(16, 8)
 
@@ -152,6 +154,16 @@ def test_gradients_of_gradients_raise() -> None:
         torch.autograd.grad(step(x, Y), x, create_graph=True)
     (gradient,) = torch.autograd.grad(step(x, Y), x)
     assert gradient.shape == x.shape and not gradient.requires_grad
+
+
+def test_compiled_autograd_raises() -> None:
+    wait_for_library()
+    loss = compiled(model())(X, Y)
+    with (
+        compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(NotImplementedError, match="PlannedStepBackward"),
+    ):
+        loss.backward()
 
 
 def test_a_budget_that_is_too_small_is_not_spoken_of_as_an_option_of_the_command() -> None:

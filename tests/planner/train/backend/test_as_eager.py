@@ -294,9 +294,13 @@ def _view_a_view(y: Tensor) -> Sequence[Tensor]:
     return z[:, ::2], z, z.view(11, 3, 24).transpose(0, 1), z.detach()
 
 
+def _view_beside_a_product(y: Tensor) -> Sequence[Tensor]:
+    return y @ y.new_ones(24, 24), y.t()
+
+
 @pytest.mark.filterwarnings("ignore:the gradient of what")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("view", [_view, _view_a_view])
+@pytest.mark.parametrize("view", [_view, _view_a_view, _view_beside_a_product])
 def test_results_that_are_views_of_one_tensor(view: Callable[[Tensor], Sequence[Tensor]], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24)).to(dtype)
@@ -307,10 +311,11 @@ def test_results_that_are_views_of_one_tensor(view: Callable[[Tensor], Sequence[
         lambda y: y.float().norm(),
         lambda y: y.float().exp().mean(),
         lambda y: y.t().contiguous().float().tanh().sum(),
+        lambda y: y.float().sum() * 1e-2,
     ]
-    for i in range(9):
+    for i in range(12):
         for each in (planned, twin):
             each.zero_grad()
-            results = [y for j, y in enumerate(each(x)) if y.requires_grad and j != i // 3]
-            sum(losses[(i + j) % 3](y if y.dim() == 2 else y.flatten(1)) for j, y in enumerate(results)).backward()  # type: ignore[union-attr]
+            results = [y for j, y in enumerate(each(x)) if y.requires_grad and j != i // 4]
+            sum(losses[(i + j) % 4](y if y.dim() == 2 else y.flatten(1)) for j, y in enumerate(results)).backward()  # type: ignore[union-attr]
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from torch._ops import (
     OpOverload,  # the target of nodes
     OpOverloadPacket,  # to go over all operators
 )
-from torch._prims_common import suggest_memory_format  # how kernels lay out their results
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format  # how kernels lay out results
 from torch._subclasses.fake_impls import op_implementations_checks  # which ops have rules of their own on fake tensors
 from torch._subclasses.fake_tensor import (
     FakeTensor,  # tells captured values from real ones

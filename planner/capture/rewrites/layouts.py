@@ -24,6 +24,7 @@ from planner.torch_private.core import (
     FunctionalTensor,
     FunctionalTensorMode,
     OpOverload,
+    compute_elementwise_output_strides,
     detect_fake_mode,
     from_functional_tensor,
     get_dispatch_mode,
@@ -171,7 +172,10 @@ def find_eager_layouts(
                 and not (_is_pointwise(node) and _has_same_rows(value, arg.meta["val"]))
             }
         # The layout of a result follows from those of its inputs, so it is carried on to the next reader.
+        present = [arg for arg in node.all_input_nodes if arg not in missing]
         value = _compute_eager_value(node, differing)
+        if node.target is aten.add.Tensor and len(present) < len(node.all_input_nodes):  # nothing is added there
+            value = eager.get(present[0], value).expand_as(value)
         if _list_strides(value) != _list_strides(node.meta["val"]):
             eager[node] = value
     return found
@@ -239,7 +243,12 @@ def _compute_eager_value(node: fx.Node, eager: Mapping[fx.Node, Any]) -> Any:
     # A gradient that has no such view is copied: the view's own backward pass reshapes.
     target: Any = aten.reshape.default if node.target is aten.view.default else node.target
     with _get_fake_mode(captured), torch.no_grad():
-        return lay_out_as_kernel(target, args, target(*args, **kwargs))
+        value = lay_out_as_kernel(target, args, target(*args, **kwargs))
+        if not isinstance(value, torch.Tensor) or not isinstance(node.target, OpOverload) or not _is_pointwise(node):
+            return value
+        # Fake kernels for half precision cast expanded inputs, which are whole then.
+        given = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.shape == value.shape]
+        return value if len(given) < 2 else allocate_with_strides(value, compute_elementwise_output_strides(*given))
 
 
 def _get_fake_mode(value: Any) -> FakeTensorMode:

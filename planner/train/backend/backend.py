@@ -40,6 +40,7 @@ from planner.train.backend.joint_capture import capture_joint, rewrite_as_eager
 from planner.train.backend.missing_gradients import leave_out_unread
 from planner.train.backend.model_calls import CALL, call_model
 from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
+from planner.train.backend.returned_views import take_out_views
 from planner.train.backend.settings import BackendSettings, parse_backend_options
 from planner.train.backend.shared_budget import SharedBudget
 from planner.train.backend.smaller_batches import Outline, run_smaller
@@ -78,8 +79,10 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
     budget = _share_budget(parse_backend_options(options))
     if (call := CALL.get()) is not None:
         call.trains |= _may_train(module)
+    add_views = take_out_views(module)
     compile_module = _compile_kernels if budget.settings.kernels == "inductor" else _compile
-    return compile_module(module, inputs, budget)
+    compiled = compile_module(module, inputs, budget)
+    return compiled if add_views is None else lambda *args: add_views(*compiled(*args), *args)
 
 
 def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
@@ -125,7 +128,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
 
     compiler = private.aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
     # As in training loops, backward() is called outside of autocast. Replayed views leave out some of those before a detach():
-    # `return y, y.detach()` of a transposed tensor has other values then.
+    # `return y.relu_(), y.detach()` of a transposed tensor has other values then.
     as_eager = private.functorch_config.patch(backward_pass_autocast="off", view_replay_for_aliased_outputs=False)
     with as_eager, keep_ops_as_eager(), keep_in_graphs(CHECKS), remove_saved_tensors_hooks(module):
         try:

@@ -19,6 +19,7 @@ ONE: dict[str, Operation] = {
     "detach": lambda x, _: [x[0].detach()],
     "detached beside": lambda x, _: [x[0], x[0].detach()],
     "transposed and detached": lambda x, _: [y := (x[0] * 2.0).t(), y.detach()],
+    "written and detached": lambda x, _: [y := (x[0] * 2.0).t().relu_(), y.detach()],
     "tanh": lambda x, _: [x[0].tanh()],
     "view": lambda x, _: [x[0].reshape(-1)],
     "transpose": lambda x, _: [x[0].t()],

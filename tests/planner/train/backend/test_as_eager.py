@@ -3,7 +3,7 @@
 import copy
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -282,3 +282,40 @@ def test_ops_that_an_option_changes_and_that_read_such_gradients_are_said() -> N
     planned = planner.checkpoint(model, **QUICK | {"budget": "1MB", "options": ["in-place"]})
     with pytest.warns(UserWarning, match=r"sigmoid_backward.*by at most 6e-08 of it in float32"):
         planned(x).backward(torch.randn(50, 8, 12).transpose(0, 1))
+
+
+def _view(y: Tensor) -> Sequence[Tensor]:
+    y = (y.t() * 2).t()
+    return y, y.t(), y[:, 1:], y[:, None].expand(-1, 3, -1)
+
+
+def _view_a_view(y: Tensor) -> Sequence[Tensor]:
+    z = (y.t() * 2).t()
+    return z[:, ::2], z, z.view(11, 3, 24).transpose(0, 1), z.detach()
+
+
+def _view_beside_a_product(y: Tensor) -> Sequence[Tensor]:
+    return y @ y.new_ones(24, 24), y.t()
+
+
+@pytest.mark.filterwarnings("ignore:the gradient of what")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("view", [_view, _view_a_view, _view_beside_a_product])
+def test_results_that_are_views_of_one_tensor(view: Callable[[Tensor], Sequence[Tensor]], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24)).to(dtype)
+    model, x = FunctionModule(lambda m, x: view(m.layer(x)), layer=layer), torch.randn(33, 24, dtype=dtype)
+    twin = copy.deepcopy(model)
+    planned = torch.compile(model, backend="planner", options={**QUICK, "budget": "1MB"})
+    losses: list[Step] = [
+        lambda y: y.float().norm(),
+        lambda y: y.float().exp().mean(),
+        lambda y: y.t().contiguous().float().tanh().sum(),
+        lambda y: y.float().sum() * 1e-2,
+    ]
+    for i in range(12):
+        for each in (planned, twin):
+            each.zero_grad()
+            results = [y for j, y in enumerate(each(x)) if y.requires_grad and j != i // 4]
+            sum(losses[(i + j) % 4](y if y.dim() == 2 else y.flatten(1)) for j, y in enumerate(results)).backward()  # type: ignore[union-attr]
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ def test_random_pieces_train_as_eager(seed: int) -> None:
     assert_exact(random_pieces(seed), checkpointed if seed % 2 else compiled)
 
 
-ALONE = ("add a number", "unbind", "same", "detached beside", "transposed and detached")
+ALONE = ("add a number", "unbind", "same", "detached beside", "transposed and detached", "written and detached")
 
 
 @pytest.mark.parametrize("name", slow_except(sorted(OPERATIONS), *ALONE))

@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <utility>
 
 namespace py = pybind11;
@@ -148,13 +149,18 @@ void Memory::allow(TrackedStorage& storage, bool in_use) {
   }
 }
 
+std::vector<py::object> Memory::list_resident() {
+  settle_all();
+  std::vector<py::object> found;
+  for (const auto& [address, object] : resident_) {
+    found.push_back(object);
+  }
+  return found;
+}
+
 // Pins all storages in memory, and drops the records to recompute them, which no saved tensor needs any more.
 void Memory::forget() {
-  std::vector<py::object> kept;
-  for (const auto& [address, object] : resident_) {
-    kept.push_back(object);
-  }
-  for (const auto& object : kept) {
+  for (const auto& object : list_resident()) {
     auto& storage = storage_of(object);
     storage.drop_records();
     storage.last_read = -1;
@@ -168,7 +174,6 @@ void Memory::forget() {
       }
     }
   }
-  kept.clear();
   settle_all();
   ledger_object_ = {};
   ledger_ = nullptr;
@@ -321,6 +326,11 @@ bool Memory::evict_bytes(int64_t size_bytes) {
     evicted = true;
   }
   return evicted;
+}
+
+std::optional<bool> Memory::evict_logged(size_t number) {
+  const auto storage = number < log->references.size() ? steal(PyObject_CallNoArgs(log->references[number].ptr())) : py::none();
+  return storage.is_none() || !storage_of(storage).is_owned() ? std::nullopt : std::optional(evict(storage_of(storage)));
 }
 
 // Returns false if the storage is in use or not in memory.
@@ -487,15 +497,6 @@ int64_t Memory::enter(TrackedStorage& storage, std::optional<std::pair<int64_t, 
 
 // Python.
 
-py::dict Memory::list_resident() {
-  settle_all();
-  py::dict found;
-  for (const auto& [address, storage] : resident_) {
-    found[number(address)] = storage;
-  }
-  return found;
-}
-
 py::object memory_type() {
   static auto* known = new py::object(py::class_<KnownOp, std::shared_ptr<KnownOp>>(py::handle(), "KnownOp", py::module_local())
                                           .def_readwrite("out_bytes", &KnownOp::out_bytes)
@@ -517,7 +518,6 @@ py::object memory_type() {
           .def_readonly("eager_peak_bytes", &Memory::eager_peak_bytes)
           .def_readonly("evictions", &Memory::evictions)
           .def_readwrite("retries", &Memory::retries)
-          .def_readwrite("overwrites", &Memory::overwrites)
           .def_readonly("ops", &Memory::ops)
           .def_readonly("recorded", &Memory::recorded)
           .def_readonly("kept_ops", &Memory::kept_ops)
@@ -528,16 +528,13 @@ py::object memory_type() {
           .def_readwrite("clock", &Memory::clock)
           .def_property("log", [](const Memory& memory) { return memory.log; }, &Memory::begin_log)
           .def_property_readonly("pending", [](const Memory& memory) { return memory.pending->size(); })
-          .def_property_readonly("resident", &Memory::list_resident)
-          .def("find", [](const Memory& memory, py::handle tensor) {
+          .def_property_readonly("resident", [](Memory& memory) { return memory.list_resident().size(); })
+          .def("find_bytes", [](const Memory& memory, py::handle tensor) {
             auto* found = memory.find(THPVariable_Unpack(tensor.ptr()));
-            return found == nullptr ? py::none() : borrow(found);
+            return found == nullptr ? std::nullopt : std::optional(storage_of(found).size_bytes);
           })
-          .def("add", [](Memory& memory, py::handle tensor, bool visible) {
-            return memory.add(THPVariable_Unpack(tensor.ptr()), py::none(), visible);
-          }, py::arg("tensor"), py::arg("visible") = true)
-          .def("allow", [](Memory& memory, py::handle storage) { memory.allow(storage_of(storage)); })
-          .def("evict", [](Memory& memory, py::handle storage) { return memory.evict(storage_of(storage)); })
+          .def("add", [](Memory& memory, py::handle tensor) { memory.add(THPVariable_Unpack(tensor.ptr()), py::none(), true); })
+          .def("evict_logged", &Memory::evict_logged)
           .def("forget", &Memory::forget)
           .def("settle", &Memory::settle_all)
           .def("make_room", [](Memory& memory, int64_t size_bytes, py::handle purpose) { memory.make_room(size_bytes, purpose); })

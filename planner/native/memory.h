@@ -13,6 +13,7 @@
 
 #include <deque>
 #include <functional>
+#include <optional>
 #include <vector>
 
 // The bytes in memory, and the storages that take them. Python's attributes have the same names: `Memory` of
@@ -54,6 +55,7 @@ class [[gnu::visibility("hidden")]] Memory {
   bool try_to_make_room(int64_t size_bytes, bool at_last);
   bool evict_one();
   bool evict(TrackedStorage& storage);
+  std::optional<bool> evict_logged(size_t storage); // by its number; none if it can no longer be evicted
   bool evict_bytes(int64_t size_bytes);
   bool drop_base(TrackedStorage& storage); // returns whether its memory was freed
 
@@ -61,7 +63,7 @@ class [[gnu::visibility("hidden")]] Memory {
     return ids_ && storage.ids == ids_ ? storage.ledger_id : -1;
   }
 
-  pybind11::dict list_resident();
+  std::vector<pybind11::object> list_resident();
 
   int64_t budget_bytes, live_bytes = 0, peak_bytes = 0, eager_peak_bytes = 0, evicted_bytes = 0, extra_bytes = 0;
   int64_t evictions = 0, retries = 0, overwrites = 0;

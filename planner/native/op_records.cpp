@@ -14,7 +14,9 @@
 
 #include "memory.h"
 #include "recomputation.h"
+#include "sources.h"
 
+#include <c10/util/ScopeExit.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Device.h>
@@ -112,8 +114,7 @@ class Records final : public OpRecords {
         plans_(follower_.attr("plans")),
         recomputation_(recorder_.attr("recomputation").cast<Recomputation&>()),
         costs_(recorder_.attr("costs")),
-        sources_(recorder_.attr("sources")),
-        saved_(sources_.attr("saved")),
+        sources_(recorder_.attr("sources").cast<Sources&>()),
         names_(recorder_.attr("module").attr("names")),
         module_number_(reinterpret_cast<const int64_t*>(parts[6].cast<intptr_t>())),
         sizes_(recorder_.attr("sizes")),
@@ -139,7 +140,7 @@ class Records final : public OpRecords {
     const py::gil_scoped_acquire held;
     const OwnLock own(lock_);
     memory_.settle();
-    const bool is_between = PyDict_GET_SIZE(saved_.ptr()) == 0;
+    const bool is_between = !sources_.has_saved();
     if (is_between) {
       begin_step();
     }
@@ -155,7 +156,7 @@ class Records final : public OpRecords {
   // a backward pass sees what was assigned to their ``.data`` meanwhile.
   void pack(const at::Tensor& tensor, SavedTensor& saved, const std::shared_ptr<OpRecords>& self) override {
     const OwnLock own(lock_);
-    if (PyDict_GET_SIZE(saved_.ptr()) == 0) { // autograd saves the inputs of the first op of a step before the op runs
+    if (!sources_.has_saved()) { // autograd saves the inputs of the first op of a step before the op runs
       memory_.settle();
       begin_saving.call(recorder_);
       memory_.begin_step();
@@ -170,7 +171,7 @@ class Records final : public OpRecords {
     saved.version = version_of(tensor);
     ++memory_.packs;
     if (storage_of(storage).saved == 0) {
-      check(PyDict_SetItem(saved_.ptr(), identity_of(storage).ptr(), storage.ptr()));
+      sources_.add_saved(storage_of(storage));
       memory_.begin_holding(storage_of(storage));
     }
     const auto count = ++storage_of(storage).saved;
@@ -180,7 +181,7 @@ class Records final : public OpRecords {
     }
     saved.records = self; // from now on it is released
     if (!is_pinned && storage_of(storage).checked != memory_.overwrites) {
-      pin_if_lost.call(sources_, storage);
+      sources_.pin_if_lost(storage_of(storage));
     }
     if (count == 1) {
       memory_.allow(storage_of(storage));
@@ -213,7 +214,7 @@ class Records final : public OpRecords {
     }
     saved.alias.reset();
     if (--storage_of(storage).saved == 0) {
-      check(PyDict_DelItem(saved_.ptr(), identity_of(storage).ptr()));
+      sources_.remove_saved(storage_of(storage));
       if (std::exchange(storage_of(storage).evicted, false)) {
         memory_.evicted_bytes -= storage_of(storage).size_bytes;
       }
@@ -225,20 +226,12 @@ class Records final : public OpRecords {
         memory_.log_release(storage_of(storage), true);
       }
     }
-    if (PyDict_GET_SIZE(saved_.ptr()) == 0 && is_closed.of(recorder_).ptr() == Py_True) {
+    if (!sources_.has_saved() && is_closed.of(recorder_).ptr() == Py_True) {
       forget.call(recorder_);
     }
   }
 
  private:
-  using Written = c10::SmallVector<py::object, 1>; // storages, without duplicates
-
-  static py::list to_list(const Written& written) {
-    py::list made;
-    std::for_each(written.begin(), written.end(), [&](const py::object& storage) { made.append(storage); });
-    return made;
-  }
-
   // Begins to count ops anew where no tensor is saved, and ends the step before.
   void begin_step() {
     if (memory_.recorded > few_ops_) {
@@ -261,23 +254,10 @@ class Records final : public OpRecords {
     return written;
   }
 
-  // Copies contents that an op is about to write, if saved tensors may have to be recomputed from them.
-  void copy_before_writes(const py::object& operator_, const Written& written) {
-    for (const auto& storage : written) {
-      if (storage_of(storage).pinned && storage_of(storage).last_read == storage_of(storage).version) {
-        if (PyDict_GET_SIZE(saved_.ptr()) > 0) {
-          copy_before_writes_.call(sources_, operator_, to_list(written));
-          return;
-        }
-        ++memory_.overwrites;
-      }
-    }
-  }
-
   // Executes an op that writes only pinned storages, such as an update of parameters, without recording it.
   void write_pinned(const CalledOp& called, const Written& written) {
     const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
-    copy_before_writes(operator_, written);
+    sources_.copy_before_writes(operator_, written);
     const auto start_s = memory_.now();
     while (const auto error = execute(called)) {
       recover(operator_, std::nullopt, written, error);
@@ -298,9 +278,20 @@ class Records final : public OpRecords {
   void recover(py::handle operator_, const std::optional<Draws>& draws, const Written& written, const std::exception_ptr& error) {
     torch::translate_exception_to_python(error);
     const py::error_already_set raised;
-    if (recover_.call(recorder_, operator_, to_list(written), raised.value()).ptr() != Py_True) {
+    const bool is_unwritten = allocates_first.of(operator_).ptr() == Py_True; // else it may have written a part
+    const bool can_undo = !written.empty() && std::all_of(written.begin(), written.end(), [](const py::object& storage) {
+      return storage_of(storage).is_recomputable(storage_of(storage).version);
+    });
+    bool again = false;
+    const auto keep_written = c10::make_scope_exit([&] {
+      std::for_each(written.begin(), again ? written.begin() : written.end(), [&](const py::object& storage) { keep(storage_of(storage)); });
+    });
+    again = recover_.call(recorder_, operator_, raised.value(), py::bool_(is_unwritten || can_undo)).ptr() == Py_True;
+    if (!again) {
       throw raised;
     }
+    std::for_each(written.begin(), is_unwritten ? written.begin() : written.end(), [&](const auto& part) { recomputation_.restore(part); });
+    forget_failures.call(costs_);
     if (draws.has_value()) {
       const Locked locked(lock_of_draws_);
       set_state(draws->generator, get_state(draws->before));
@@ -388,7 +379,7 @@ class Records final : public OpRecords {
   }
 
   static OpFields new_fields(std::shared_ptr<const OpPattern> pattern) {
-    return {std::move(pattern), nullptr, py::none(), 0, {}, {}, {}, {}, {}, {}, {}, -1, -1, 0, 0, false, false};
+    return {std::move(pattern), nullptr, py::none(), 0, {}, {}, {}, {}, {}, {}, -1, -1, 0, 0, false, false};
   }
 
   // Returns the facts about a new signature.
@@ -502,10 +493,6 @@ class Records final : public OpRecords {
     return torch::jit::toPyObject(value);
   }
 
-  static py::object identity_of(py::handle object) {
-    return steal(PyLong_FromVoidPtr(object.ptr()));
-  }
-
   static std::exception_ptr execute(const CalledOp& called) {
     const py::gil_scoped_release unlocked;
     return called.execute();
@@ -529,7 +516,7 @@ class Records final : public OpRecords {
       memory_.settle_all();
     }
     const auto held_bytes = memory_.live_bytes;
-    copy_before_writes(operator_, written);
+    sources_.copy_before_writes(operator_, written);
     const auto taken_bytes = run(called, object, written);
     const auto made_bytes = record_outputs(called, object, written, taken_bytes);
     if (called.facts.reads_to_host != 0) {
@@ -565,10 +552,8 @@ class Records final : public OpRecords {
     }
     for (const auto& read : op.reads) { // some may be pinned only now, as their records are dropped
       auto& storage = storage_of(read.storage);
-      auto held = storage.pinned && storage.watch != nullptr ? storage.watch->memory.lock() : nullptr;
-      const auto is_same = [&](const c10::Storage& kept) { return kept.unsafeGetStorageImpl() == held.get(); };
-      if (held && std::none_of(op.kept.begin(), op.kept.end(), is_same)) {
-        op.kept.emplace_back(std::move(held));
+      if (storage.pinned) {
+        op.keep(storage);
       }
     }
   }
@@ -581,7 +566,7 @@ class Records final : public OpRecords {
     if (storage_of(storage).pinned) {
       op.kept.push_back(tensor.storage());
     } else if (storage_of(storage).checked != memory_.overwrites) {
-      op.recordable = !pin_if_lost.call(sources_, storage).cast<bool>() && op.recordable;
+      op.recordable = !sources_.pin_if_lost(storage_of(storage)) && op.recordable;
     }
     op.reads.push_back({std::move(storage), version, tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()});
   }
@@ -744,14 +729,17 @@ class Records final : public OpRecords {
       return;
     }
     for (const auto& storage : written) {
-      ++storage_of(storage).version;
-      if (!storage_of(storage).pinned) {
-        pin.call(sources_, storage);
-      }
+      keep(storage_of(storage));
     }
     if (!called.updates_statistics && makes_outputs) {
       op.recordable = false;
     }
+  }
+
+  // Begins a version of a storage that cannot be recomputed.
+  void keep(TrackedStorage& storage) {
+    ++storage.version;
+    sources_.pin(storage);
   }
 
   // Records an op that writes the next version of a storage.
@@ -764,7 +752,6 @@ class Records final : public OpRecords {
       }
     }
     write.known = nullptr;
-    write.references = {};
     // The storage counts with its last size from the first op on.
     write.room_bytes = op.known->workspace_bytes + (resizes_out ? 0 : op.known->out_bytes);
     write.in_place = true;
@@ -820,18 +807,21 @@ class Records final : public OpRecords {
     }
   }
 
-  const Name begin_saving{"begin_saving"}, begin_step_of{"begin_step"}, bound_bytes{"bound_bytes"}, check_memory{"check_memory"},
-      check_plan{"check_plan"}, copy_before_writes_{"copy_before_writes"}, end{"end"}, estimate{"estimate"}, evict_after{"evict_after"},
-      evict_one{"evict_one"}, find_block{"find_block"}, find_made{"find_made"}, forget{"forget"}, function{"function"},
-      has_plans{"has_plans"}, is_closed{"is_closed"}, learn_sizes_of{"learn_sizes"}, note{"note"},
-      pin_if_lost{"pin_if_lost"}, pin{"pin"}, raise_overwritten{"raise_overwritten"}, recover_{"recover"}, start{"start"}, stop{"stop"};
+  const Name allocates_first{"allocates_first"}, begin_saving{"begin_saving"}, begin_step_of{"begin_step"}, bound_bytes{"bound_bytes"},
+      check_memory{"check_memory"}, check_plan{"check_plan"}, end{"end"}, estimate{"estimate"}, evict_after{"evict_after"},
+      evict_one{"evict_one"}, find_block{"find_block"}, find_made{"find_made"}, forget{"forget"},
+      forget_failures{"forget_failures"}, function{"function"}, has_plans{"has_plans"}, is_closed{"is_closed"},
+      learn_sizes_of{"learn_sizes"}, note{"note"}, raise_overwritten{"raise_overwritten"}, recover_{"recover"}, start{"start"},
+      stop{"stop"};
 
   const py::object recorder_;
   std::recursive_mutex lock_; // of the state of the runtime, because a backward pass may run in several threads
   Memory& memory_;
   const py::object follower_, plans_;
   Recomputation& recomputation_;
-  const py::object costs_, sources_, saved_, names_;
+  const py::object costs_;
+  Sources& sources_;
+  const py::object names_;
   const int64_t* const module_number_;
   const py::object sizes_;
   const size_t longest_chain_;

@@ -49,12 +49,6 @@ class OwnOps {
   const KernelSettings settings_;
 };
 
-// Returns a tensor on all bytes of a storage, even if all tensors on it cover only a part.
-at::Tensor view_whole(c10::Storage storage) {
-  const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
-  return at::empty({0}, options).set_(std::move(storage));
-}
-
 at::Tensor find_resident(const TrackedStorage& storage) {
   if (storage.base.defined()) {
     return storage.base;
@@ -68,12 +62,17 @@ at::Tensor find_resident(const TrackedStorage& storage) {
 
 } // namespace
 
+at::Tensor view_whole(c10::Storage storage) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
+  return at::empty({0}, options).set_(std::move(storage));
+}
+
 // The rebuild of one version of a storage, in new memory, by the first ops of its chain.
 class [[gnu::visibility("hidden")]] Rebuild {
  public:
   Rebuild(py::object rebuilt, int64_t of_version) : storage(std::move(rebuilt)), version(of_version) {
     const auto& all = storage_of(storage).chain;
-    TORCH_INTERNAL_ASSERT(version < std::ssize(all), "an evicted tensor cannot be recomputed");
+    TORCH_INTERNAL_ASSERT(storage_of(storage).is_recomputable(version), "an evicted tensor cannot be recomputed");
     chain.assign(all.begin(), all.begin() + version + 1);
   }
 
@@ -400,8 +399,6 @@ py::object recomputation_type() {
           .def_property_readonly("by_module", [](const Recomputation& self) {
             return list(self.by_module, [](const py::object& name) { return py::len(name) > 0 ? py::str(name) : py::str("outside of modules"); });
           })
-          .def("begin_step", &Recomputation::begin_step)
-          .def("recompute", &Recomputation::recompute)
-          .def("restore", &Recomputation::restore));
+          .def("begin_step", &Recomputation::begin_step));
   return *type;
 }

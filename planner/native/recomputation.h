@@ -10,6 +10,9 @@
 
 class [[gnu::visibility("hidden")]] Rebuild;
 
+// Returns a tensor on all bytes of a storage, even if all tensors on it cover only a part.
+at::Tensor view_whole(c10::Storage storage);
+
 // Python's attributes have the same names: `Recomputation` of planner.train.eager.storages describes them.
 class [[gnu::visibility("hidden")]] Recomputation {
  public:

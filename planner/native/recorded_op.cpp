@@ -2,14 +2,13 @@
 
 #include "recorded_op.h"
 
+#include "tracked_storage.h"
+
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DefaultDtype.h>
-#include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/Storage.h>
-#include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <mutex>
 #include <new>
 
@@ -32,13 +31,11 @@ int visit_fields(PyObject* self, visitproc visit, void* arg) {
   for (const auto& read : fields_of(self).reads) {
     Py_VISIT(read.storage.ptr());
   }
-  Py_VISIT(fields_of(self).references.ptr());
   return 0;
 }
 
 int clear_fields(PyObject* self) {
   const auto reads = std::exchange(fields_of(self).reads, {});
-  const auto references = std::exchange(fields_of(self).references, {});
   return 0;
 }
 
@@ -55,18 +52,6 @@ void drop_op(PyObject* self) {
   Py_TRASHCAN_END
 }
 
-// Returns the list of an op's inputs: storages and versions.
-py::object list_references(OpFields& fields) {
-  if (!fields.references) {
-    py::list made;
-    for (const auto& read : fields.reads) {
-      made.append(py::make_tuple(read.storage, read.version));
-    }
-    fields.references = std::move(made);
-  }
-  return fields.references;
-}
-
 at::Tensor view_of(const at::Tensor& source, const Argument& input, const Read& read) {
   auto view = at::detail::make_tensor<c10::TensorImpl>(
       c10::TensorImpl::VIEW, c10::Storage(source.storage()), source.key_set(), c10::scalarTypeToTypeMeta(input.dtype));
@@ -77,56 +62,10 @@ at::Tensor view_of(const at::Tensor& source, const Argument& input, const Read& 
   return view;
 }
 
-py::object list_kept(const OpFields& fields) {
-  py::tuple made(fields.kept.size());
-  for (size_t i = 0; i < fields.kept.size(); ++i) {
-    made[i] = steal(THPStorage_Wrap(fields.kept[i]));
-  }
-  return made;
-}
-
-py::object get_known(const OpFields& fields) {
-  return py::cast(fields.known);
-}
-
-// Returns a value, or Python's error.
-template <typename Made>
-PyObject* return_made(Made make) {
-  try {
-    return py::object(make()).release().ptr();
-  } catch (py::error_already_set& error) {
-    error.restore();
-    return nullptr;
-  }
-}
-
-int set_kept(PyObject* self, PyObject* value, void*) {
-  c10::SmallVector<c10::Storage, 2> kept;
-  for (auto storage : borrow(value).cast<py::tuple>()) {
-    kept.push_back(THPStorage_Unpack(storage.ptr()));
-  }
-  std::swap(fields_of(self).kept, kept);
-  return 0;
-}
-
-template <auto make>
-PyObject* get_made(PyObject* self, void*) {
-  return return_made([&] { return make(fields_of(self)); });
-}
-
-PyGetSetDef* attributes() {
-  static PyGetSetDef found[] = {
-      {"inputs", &get_made<list_references>, nullptr, nullptr, nullptr},
-      {"kept", &get_made<list_kept>, &set_kept, nullptr, nullptr},
-      {"known", &get_made<get_known>, nullptr, nullptr, nullptr},
-      {}};
-  return found;
-}
-
 PyTypeObject* op_type() {
   static PyType_Slot slots[] = {
       {Py_tp_dealloc, reinterpret_cast<void*>(&drop_op)}, {Py_tp_traverse, reinterpret_cast<void*>(&visit_fields)},
-      {Py_tp_clear, reinterpret_cast<void*>(&clear_fields)}, {Py_tp_getset, attributes()}, {0, nullptr}};
+      {Py_tp_clear, reinterpret_cast<void*>(&clear_fields)}, {0, nullptr}};
   static PyType_Spec spec = {"planner.native.RecordedOp", sizeof(OpObject), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
   static auto* type = reinterpret_cast<PyTypeObject*>(steal(PyType_FromSpec(&spec)).release().ptr());
@@ -194,4 +133,16 @@ void set_settings(KernelSettings settings) {
 
 OpFields& fields_of_op(py::handle record) {
   return fields_of(record.ptr());
+}
+
+bool OpFields::keep(const TrackedStorage& input) {
+  auto held = input.watch == nullptr ? nullptr : input.watch->memory.lock();
+  if (!held) {
+    return false;
+  }
+  const auto is_same = [&](const c10::Storage& one) { return one.unsafeGetStorageImpl() == held.get(); };
+  if (std::none_of(kept.begin(), kept.end(), is_same)) {
+    kept.emplace_back(std::move(held));
+  }
+  return true;
 }

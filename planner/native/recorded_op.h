@@ -1,6 +1,5 @@
-// A record of an op: everything that is needed to execute it again. Python reads a few attributes, which are made then: `RecordedOp` of
-// planner.train.eager.storages. Records were copies of such objects: a list, a named tuple for each input, weak references and numbers,
-// a quarter of the time that recording took.
+// A record of an op: everything that is needed to execute it again. Records were objects with Python's attributes: a list, a named tuple
+// for each input, weak references and numbers, a quarter of the time that recording took.
 
 #pragma once
 
@@ -68,7 +67,7 @@ struct Draws {
 at::Tensor get_state(const at::Generator& generator);
 void set_state(at::Generator generator, const at::Tensor& state);
 
-// What is not the pattern's. No `Read` is changed when Python may have seen it.
+// What is not the pattern's.
 struct [[gnu::visibility("hidden")]] OpFields {
   std::shared_ptr<const OpPattern> pattern;
   std::shared_ptr<KnownOp> known; // null for a write in place
@@ -76,13 +75,15 @@ struct [[gnu::visibility("hidden")]] OpFields {
   double seconds;
   std::optional<Draws> draws;
   std::shared_ptr<struct LedgerIds> ids; // of the ledger that it was entered into, with `ledger_id`; null before
-  pybind11::object references; // the list of inputs, once Python has asked for it
   c10::SmallVector<Read, 3> reads;
   c10::SmallVector<c10::Storage, 2> kept;
   c10::SmallVector<std::pair<int64_t, pybind11::object>, 1> made; // positions of outputs, and weak references to their storages
   std::shared_ptr<std::vector<OpFields*>> pending; // where it waits for the ledger, at `place`; null if it does not
   int64_t place, ledger_id, number, room_bytes; // `room_bytes`: of its outputs and its workspace
   bool recordable, in_place;
+
+  // Keeps an input that cannot be recomputed in memory; returns false if it is not there.
+  bool keep(const struct TrackedStorage& input);
 };
 
 // Returns a new record, with the fields of another one, or with those of a pattern that has no storages.

@@ -1,5 +1,7 @@
-// The storage of a tensor and its views, in memory or not, with the attributes of `TrackedStorage` of planner.train.eager.storages.
-// Numbers are not objects here, and the lists are made when they are needed: each op reads and makes several.
+// The storage of a tensor and its views, in memory or not.
+//
+// An in-place write makes another version of the contents. The chain has the op that made each version, so that the contents can be
+// recomputed: all versions from the first one on, in the same memory.
 
 #pragma once
 
@@ -9,7 +11,9 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/util/SmallVector.h>
 
+#include <iterator>
 #include <memory>
+#include <utility>
 #include <vector>
 
 struct TrackedStorage;
@@ -35,10 +39,18 @@ struct LedgerIds {
 struct [[gnu::visibility("hidden")]] TrackedStorage {
   PyObject_HEAD
   PyObject* weak_references;
-  long long size_bytes, version, address, saved, last_read, checked, step, number;
+  int64_t size_bytes; // 0 on devices whose memory is not budgeted
+  int64_t version; // number of in-place writes since the first contents
+  int64_t address; // in memory; 0 if it is not there
+  int64_t saved; // number of saved tensors, of which each has an alias that keeps the storage in memory
+  size_t saved_place; // in `Sources::saved`
+  int64_t last_read; // the last version that a recorded op has read
+  int64_t checked; // `Memory::overwrites` when it was last checked that its contents can be recomputed
+  int64_t step, number; // in the log
   double touched_s;
-  bool pinned, barred, evicted;
-  PyObject* snapshots; // None or null if there is none
+  bool pinned; // the current contents cannot be recomputed, and are kept
+  bool barred, evicted;
+  std::vector<std::pair<int64_t, at::Tensor>> snapshots; // earlier contents, by version, of a pinned storage
   c10::SmallVector<pybind11::object, 1> chain; // records
   Watch* watch; // null if it is not in memory
   struct SavedTensor* first; // of a list
@@ -49,6 +61,11 @@ struct [[gnu::visibility("hidden")]] TrackedStorage {
   // Returns whether the runtime keeps it in memory, and may free it if nothing else holds it.
   bool is_owned() const {
     return !pinned && (base.defined() || (saved > 0 && address != 0));
+  }
+
+  // Returns whether the contents of a version can be recomputed by the chain.
+  bool is_recomputable(int64_t of_version) const {
+    return of_version < std::ssize(chain);
   }
 
   // Pins it, and drops the records and copies to recompute it.

@@ -143,10 +143,12 @@ class Rematerialization:
         costs = create_costs(self._device)
         recomputation = library.recomputation(memory, self._max_recomputation, costs, LOCK)
         follower = StepFollower(StepPlans(memory.budget_bytes, library.step_log), memory)
-        self._recorder = recorder = Recorder(memory, sizes, recomputation, self._max_recomputation, follower, costs)
+        self._recorder = recorder = Recorder(
+            memory, sizes, recomputation, library.sources(memory, recomputation), self._max_recomputation, follower, costs
+        )
         self._recording = recording = NativeRecording(recorder)
         for tensor in tensors:
-            if memory.find(tensor) is None:
+            if memory.find_bytes(tensor) is None:
                 memory.add(tensor)
         del tensors
         memory.live_bytes = max(memory.live_bytes, costs.get_in_use_bytes())  # including memory that Python does not know of

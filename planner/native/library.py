@@ -71,7 +71,6 @@ class Library:
         find_unchanged: returns the list of these tensors if all is as in a state, else None.
         ledger: the type of ledgers, with the methods of ``solvers.online.ledger.Ledger`` that the eager runtime calls.
         memory, recomputation, sources: the types that ``planner.train.eager.storages`` describes.
-        tracked_storage: the type of storages; ``find_alias`` returns an alias that keeps one in memory, or None.
         step_log: the type that ``planner.train.eager.step_log`` describes.
     """
 
@@ -89,8 +88,7 @@ class Library:
         self.new_stored_values = _declare(functions.stored_values_new, value, value, value, value, value)
         self.find_unchanged = _declare(functions.stored_values_find_unchanged, value, value)
         self.ledger = _declare(functions.ledger_type_of_library, value)()
-        types = _declare(functions.eager_types, value)()
-        self.memory, self.recomputation, self.sources, self.tracked_storage, self.step_log = types
+        self.memory, self.recomputation, self.sources, self.step_log = _declare(functions.eager_types, value)()
 
     def declare(self, prefix: str, functions: Mapping[str, tuple[Any, list[Any]]]) -> ctypes.CDLL:
         """Return all functions, after declaring the results and arguments of some, by their names without `prefix`."""

@@ -1,8 +1,6 @@
-// The Python type of records: recorded_op.h describes it.
+// Records of ops: recorded_op.h describes them.
 
 #include "recorded_op.h"
-
-#include "tracked_storage.h"
 
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
@@ -10,47 +8,11 @@
 
 #include <algorithm>
 #include <mutex>
-#include <new>
 
 namespace {
 
 namespace py = pybind11;
 using namespace python_objects;
-
-struct OpObject {
-  PyObject_HEAD
-  OpFields fields;
-};
-
-OpFields& fields_of(PyObject* self) {
-  return reinterpret_cast<OpObject*>(self)->fields;
-}
-
-int visit_fields(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  for (const auto& read : fields_of(self).reads) {
-    Py_VISIT(read.storage.ptr());
-  }
-  return 0;
-}
-
-int clear_fields(PyObject* self) {
-  const auto reads = std::exchange(fields_of(self).reads, {});
-  return 0;
-}
-
-void drop_op(PyObject* self) {
-  PyObject_GC_UnTrack(self);
-  Py_TRASHCAN_BEGIN(self, drop_op)
-  if (const auto& fields = fields_of(self); fields.pending) {
-    (*fields.pending)[static_cast<size_t>(fields.place)] = nullptr;
-  }
-  fields_of(self).~OpFields();
-  auto* type = Py_TYPE(self);
-  type->tp_free(self);
-  Py_DECREF(type);
-  Py_TRASHCAN_END
-}
 
 at::Tensor view_of(const at::Tensor& source, const Argument& input, const Read& read) {
   auto view = at::detail::make_tensor<c10::TensorImpl>(
@@ -62,26 +24,15 @@ at::Tensor view_of(const at::Tensor& source, const Argument& input, const Read& 
   return view;
 }
 
-PyTypeObject* op_type() {
-  static PyType_Slot slots[] = {
-      {Py_tp_dealloc, reinterpret_cast<void*>(&drop_op)}, {Py_tp_traverse, reinterpret_cast<void*>(&visit_fields)},
-      {Py_tp_clear, reinterpret_cast<void*>(&clear_fields)}, {0, nullptr}};
-  static PyType_Spec spec = {"planner.native.RecordedOp", sizeof(OpObject), 0,
-                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-  static auto* type = reinterpret_cast<PyTypeObject*>(steal(PyType_FromSpec(&spec)).release().ptr());
-  return type;
-}
-
 } // namespace
 
-py::object copy_recorded_op(const OpFields& fields) {
-  auto* type = op_type();
-  auto made = steal(type->tp_alloc(type, 0));
-  new (&fields_of(made.ptr())) OpFields(fields);
-  return made;
+RecordedOp::~RecordedOp() {
+  if (pending) {
+    (*pending)[static_cast<size_t>(place)] = nullptr;
+  }
 }
 
-torch::jit::Stack execute_again(const OpFields& op, c10::ArrayRef<at::Tensor> sources) {
+torch::jit::Stack execute_again(const RecordedOp& op, c10::ArrayRef<at::Tensor> sources) {
   const auto& pattern = *op.pattern;
   torch::jit::Stack stack(pattern.arguments);
   for (size_t i = 0; i < op.reads.size(); ++i) {
@@ -131,11 +82,7 @@ void set_settings(KernelSettings settings) {
   context.setDeterministicCuDNN((settings & 1) != 0);
 }
 
-OpFields& fields_of_op(py::handle record) {
-  return fields_of(record.ptr());
-}
-
-bool OpFields::keep(const TrackedStorage& input) {
+bool RecordedOp::keep(const TrackedStorage& input) {
   auto held = input.watch == nullptr ? nullptr : input.watch->memory.lock();
   if (!held) {
     return false;

@@ -18,7 +18,7 @@ using namespace python_objects;
 namespace {
 
 // Keeps the contents of a pinned storage that an op has read; returns false if they are not resident.
-bool keep(const TrackedStorage& source, int64_t version, OpFields& op) {
+bool keep(const TrackedStorage& source, int64_t version, RecordedOp& op) {
   if (version != source.version) {
     return find_snapshot(source, version).defined();
   }
@@ -44,18 +44,18 @@ void Sources::remove_saved(TrackedStorage& storage) {
 
 void Sources::copy_before_writes(const py::object& operator_, const Written& written) {
   for (const auto& object : written) {
-    auto& storage = storage_of(object);
+    auto& storage = *object;
     if (!storage.pinned || storage.last_read != storage.version) {
       continue;
     }
-    const auto readers = has_saved() ? find_saved_readers(storage) : std::vector<py::object>();
+    const auto readers = has_saved() ? find_saved_readers(storage) : std::vector<StoragePtr>();
     if (readers.empty() || pin_instead(readers, storage.size_bytes)) {
       ++memory_.overwrites;
       continue;
     }
     memory_.make_room(storage.size_bytes, py::str("a copy of the tensor that {} writes").format(function_.of(operator_)));
     const auto copy = view_whole(c10::Storage(storage.watch->memory.lock())).clone();
-    memory_.add(copy, py::none(), false);
+    memory_.add(copy, nullptr, false);
     storage.snapshots.emplace_back(storage.version, copy);
     ++copies;
     copied_bytes_ += storage.size_bytes;
@@ -67,12 +67,12 @@ bool Sources::pin_if_lost(TrackedStorage& storage) {
   storage.checked = memory_.overwrites;
   for (size_t i = 0; i < checked.size(); ++i) {
     for (const auto& object : checked[i]->chain) {
-      auto& op = fields_of_op(object);
+      auto& op = *object;
       for (const auto& read : op.reads) {
-        if (read.storage.is_none()) {
+        if (!read.storage) {
           continue;
         }
-        auto& source = storage_of(read.storage);
+        auto& source = *read.storage;
         if (source.pinned && keep(source, read.version, op)) {
           continue;
         }
@@ -107,18 +107,17 @@ void Sources::forget() {
 
 void Sources::forget_unneeded() {
   const auto& readers = find_readers();
-  for (const auto& object : memory_.list_resident()) {
-    auto& storage = storage_of(object);
-    if (!storage.pinned && storage.saved == 0 && readers.count({&storage, -1}) == 0) {
-      storage.drop_records();
-      memory_.allow(storage);
+  for (const auto& storage : memory_.list_storages()) {
+    if (!storage->pinned && storage->saved == 0 && readers.count({storage.get(), -1}) == 0) {
+      storage->drop_records();
+      memory_.allow(*storage);
     }
   }
   readers_packs_ = -1;
 }
 
 // Returns the storages of saved tensors that may have to be recomputed from the current contents of a pinned storage.
-std::vector<py::object> Sources::find_saved_readers(const TrackedStorage& storage) {
+std::vector<StoragePtr> Sources::find_saved_readers(const TrackedStorage& storage) {
   const auto& readers = find_readers();
   std::set<const TrackedStorage*> found;
   std::vector<Contents> stack{{&storage, storage.version}};
@@ -134,10 +133,10 @@ std::vector<py::object> Sources::find_saved_readers(const TrackedStorage& storag
       }
     }
   }
-  std::vector<py::object> kept;
+  std::vector<StoragePtr> kept;
   for (auto* one : saved) {
     if (found.count(one) != 0) {
-      kept.push_back(object_of(*one));
+      kept.push_back(StoragePtr::reclaim_copy(one));
     }
   }
   return kept;
@@ -156,11 +155,11 @@ const Sources::Readers& Sources::find_readers() {
     const auto* reader = stack.back();
     stack.pop_back();
     for (const auto& op : reader->chain) {
-      for (const auto& read : fields_of_op(op).reads) {
-        if (read.storage.is_none()) {
+      for (const auto& read : op->reads) {
+        if (!read.storage) {
           continue;
         }
-        const auto& storage = storage_of(read.storage);
+        const auto& storage = *read.storage;
         if (storage.pinned) {
           readers_[{&storage, read.version}].push_back(reader);
         }
@@ -178,20 +177,20 @@ const Sources::Readers& Sources::find_readers() {
 }
 
 // Pins storages, resident ones first; returns false if they are larger than an amount and the copies of the step so far.
-bool Sources::pin_instead(std::vector<py::object> readers, int64_t size_bytes) {
+bool Sources::pin_instead(std::vector<StoragePtr> readers, int64_t size_bytes) {
   int64_t pinned_bytes = 0;
   for (const auto& reader : readers) {
-    pinned_bytes += storage_of(reader).size_bytes;
+    pinned_bytes += reader->size_bytes;
   }
   if (pinned_bytes > size_bytes + copied_bytes_) {
     return false;
   }
-  std::stable_partition(readers.begin(), readers.end(), [](const py::object& reader) { return storage_of(reader).address != 0; });
+  std::stable_partition(readers.begin(), readers.end(), [](const StoragePtr& reader) { return reader->address != 0; });
   for (const auto& reader : readers) {
-    if (storage_of(reader).address == 0) {
+    if (reader->address == 0) {
       recomputation_.recompute(reader);
     }
-    pin(storage_of(reader));
+    pin(*reader);
   }
   return true;
 }

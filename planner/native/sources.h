@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-using Written = c10::SmallVector<pybind11::object, 1>; // storages, without duplicates
+using Written = c10::SmallVector<StoragePtr, 1>; // storages, without duplicates
 
 // The saved tensors of autograd, and what they can be recomputed from. `Sources` of planner.train.eager.storages describes what Python
 // sees of them.
@@ -42,7 +42,7 @@ class [[gnu::visibility("hidden")]] Sources {
   // Begins again, because no tensor is saved.
   void forget();
 
-  // Drops the records of resident storages that no saved tensor is computed from, and pins these storages. A record keeps the inputs that
+  // Drops the records of storages that no saved tensor is computed from, and pins these storages. A record keeps the inputs that
   // cannot be recomputed, as the batches from which a gradient was accumulated.
   void forget_unneeded();
 
@@ -54,8 +54,8 @@ class [[gnu::visibility("hidden")]] Sources {
   using Readers = std::map<Contents, std::vector<const TrackedStorage*>>;
 
   const Readers& find_readers();
-  std::vector<pybind11::object> find_saved_readers(const TrackedStorage& storage);
-  bool pin_instead(std::vector<pybind11::object> readers, int64_t size_bytes);
+  std::vector<StoragePtr> find_saved_readers(const TrackedStorage& storage);
+  bool pin_instead(std::vector<StoragePtr> readers, int64_t size_bytes);
 
   const pybind11::object memory_object_, recomputation_object_;
   Memory& memory_;

@@ -5,19 +5,22 @@
 
 #pragma once
 
-#include "python_objects.h"
-
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/SmallVector.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <iterator>
 #include <memory>
 #include <utility>
 #include <vector>
 
+struct RecordedOp;
 struct TrackedStorage;
 struct Watch;
+using StoragePtr = c10::intrusive_ptr<TrackedStorage>;
+using WeakStoragePtr = c10::weak_intrusive_ptr<TrackedStorage>;
+using Chain = c10::SmallVector<c10::intrusive_ptr<RecordedOp>, 1>;
 using Watches = std::vector<std::pair<c10::StorageImpl*, Watch*>>; // with their memory, whose count is read without the watch
 
 // Notes when memory is freed. PyTorch's weak references tell that if they are asked. A Python object for each storage would tell it
@@ -36,27 +39,32 @@ struct LedgerIds {
   std::vector<int64_t> dropped; // since the ledger was told
 };
 
-struct [[gnu::visibility("hidden")]] TrackedStorage {
-  PyObject_HEAD
-  PyObject* weak_references;
+struct [[gnu::visibility("hidden")]] TrackedStorage final : c10::intrusive_ptr_target {
   int64_t size_bytes; // 0 on devices whose memory is not budgeted
-  int64_t version; // number of in-place writes since the first contents
-  int64_t address; // in memory; 0 if it is not there
-  int64_t saved; // number of saved tensors, of which each has an alias that keeps the storage in memory
-  size_t saved_place; // in `Sources::saved`
-  int64_t last_read; // the last version that a recorded op has read
-  int64_t checked; // `Memory::overwrites` when it was last checked that its contents can be recomputed
-  int64_t step, number; // in the log
-  double touched_s;
+  int64_t version = 0; // number of in-place writes since the first contents
+  int64_t address = 0; // in memory; 0 if it is not there
+  int64_t saved = 0; // number of saved tensors, of which each has an alias that keeps the storage in memory
+  size_t saved_place = 0; // in `Sources::saved`
+  int64_t last_read = -1; // the last version that a recorded op has read
+  int64_t checked = 0; // `Memory::overwrites` when it was last checked that its contents can be recomputed
+  int64_t step = 0, number = 0; // in the log
+  double touched_s = 0;
   bool pinned; // the current contents cannot be recomputed, and are kept
-  bool barred, evicted;
+  bool barred = false, evicted = false;
   std::vector<std::pair<int64_t, at::Tensor>> snapshots; // earlier contents, by version, of a pinned storage
-  c10::SmallVector<pybind11::object, 1> chain; // records
-  Watch* watch; // null if it is not in memory
-  struct SavedTensor* first; // of a list
-  int64_t ledger_id;
+  Chain chain;
+  Watch* watch = nullptr; // null if it is not in memory
+  struct SavedTensor* first = nullptr; // of a list
+  int64_t ledger_id = -1;
   std::shared_ptr<LedgerIds> ids; // of the ledger in which it has that id; null before it is entered
   at::Tensor base; // keeps recomputed contents in memory
+  std::shared_ptr<std::vector<TrackedStorage*>> all; // of its memory
+  size_t place; // among them
+
+  TrackedStorage(int64_t bytes, bool is_pinned, std::shared_ptr<std::vector<TrackedStorage*>> of);
+  ~TrackedStorage() override;
+
+  void release_resources() override;
 
   // Returns whether the runtime keeps it in memory, and may free it if nothing else holds it.
   bool is_owned() const {
@@ -74,17 +82,6 @@ struct [[gnu::visibility("hidden")]] TrackedStorage {
   // Moves the aliases of saved tensors to the storage of a tensor, or to none: then they keep their geometry only.
   void move_aliases(const at::Tensor& tensor);
 };
-
-inline TrackedStorage& storage_of(pybind11::handle object) {
-  return *reinterpret_cast<TrackedStorage*>(object.ptr());
-}
-
-inline pybind11::object object_of(TrackedStorage& storage) {
-  return python_objects::borrow(reinterpret_cast<PyObject*>(&storage));
-}
-
-PyTypeObject* tracked_storage_type();
-pybind11::object new_tracked_storage(int64_t size_bytes, bool pinned);
 
 // Returns the copy of the contents of a version; an undefined tensor if there is none.
 at::Tensor find_snapshot(const TrackedStorage& storage, int64_t version);

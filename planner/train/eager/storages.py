@@ -54,11 +54,15 @@ class Memory(Protocol):
     def find_bytes(self, tensor: torch.Tensor) -> int | None:
         """Return the size of the storage of `tensor`, 0 on devices whose memory is not budgeted; None if it is not known."""
 
+    @staticmethod
+    def list_aliases() -> list[torch.Tensor]:
+        """Return tensors on the resident storages of all that autograd has saved in blocks."""
+
     def add(self, tensor: torch.Tensor) -> None:
         """Record the storage of `tensor`, which cannot be recomputed."""
 
     def forget(self) -> None:
-        """Pin all resident storages, and drop the records to recompute them, which no saved tensor needs any more."""
+        """Pin all storages, and drop the records to recompute them, which no saved tensor needs any more."""
 
     def settle(self) -> None:
         """Record the storages that were freed since the last call."""
@@ -113,4 +117,4 @@ class Sources(Protocol):
         """Begin again, because no tensor is saved."""
 
     def forget_unneeded(self) -> None:
-        """Drop the records of resident storages that no saved tensor is computed from, and pin these storages."""
+        """Drop the records of storages that no saved tensor is computed from, and pin these storages."""

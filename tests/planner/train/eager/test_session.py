@@ -986,6 +986,36 @@ def test_a_block_counts_what_autograd_has_saved_in_an_earlier_one() -> None:
     loss.backward()
 
 
+def test_contents_written_with_each_others_are_freed_with_their_step() -> None:
+    """The garbage collector is not needed."""
+    weight, batches, held = torch.randn(64, 64, requires_grad=True), [torch.randn(64, 64) for _ in range(6)], set()
+    gc.disable()
+    try:
+        with rematerialize("1GB") as session:
+            while batches:
+                batch, x = batches.pop(), weight * 2
+                for _ in range(20):
+                    x += torch.tanh(x.clone() @ batch)
+                x.square().mean().backward()
+                weight.grad = batch = x = None
+                held.add(session.debug.memory.live_bytes - sum(batch.nbytes for batch in batches))
+    finally:
+        gc.enable()
+    assert len(held) == 1
+
+
+def test_records_of_a_step_longer_than_the_stack_are_dropped() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with rematerialize("1GB") as session:
+        held = x.exp()  # the step has not ended
+        with torch.no_grad():
+            for _ in range(60_000):
+                x = x.sin()
+        assert session.debug.memory.recorded > 60_000
+        del x
+    del held
+
+
 @pytest.mark.slow
 def test_memory_stays_flat_over_a_thousand_steps() -> None:
     model = chain(6, 32)

@@ -7,6 +7,7 @@
 #include "memory.h"
 #include "op_records.h"
 #include "recomputation.h"
+#include "sources.h"
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/Tensor.h>
@@ -420,11 +421,10 @@ PyObject* eager_record_with(int64_t receiver, PyObject* parts) {
   return found;
 }
 
-// Returns the types of the budgeted memory, of recomputation, of storages and of logs.
+// Returns the types of the budgeted memory, of recomputation, of sources and of logs.
 PyObject* eager_types() {
   try {
-    const py::handle storage_type(reinterpret_cast<PyObject*>(tracked_storage_type()));
-    return py::make_tuple(memory_type(), recomputation_type(), storage_type, step_log_type()).release().ptr();
+    return py::make_tuple(memory_type(), recomputation_type(), sources_type(), step_log_type()).release().ptr();
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;

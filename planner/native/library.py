@@ -33,10 +33,11 @@ from graphs.errors import PlannerError, first_line
 _LOGGER = logging.getLogger(__name__)
 _NAMES = (
     *("passes", "eager_ops", "op_records", "memory", "recomputation", "recorded_op", "tracked_storage", "size_rules", "ledger"),
-    *("step_log", "arena_allocator", "step_node", "stored_values", "undo"),
+    *("step_log", "arena_allocator", "step_node", "stored_values", "undo", "sources"),
 )
 _HEADER_NAMES = (
     *("op_records.h", "memory.h", "recomputation.h", "recorded_op.h", "tracked_storage.h", "step_log.h", "python_objects.h"),
+    "sources.h",
 )
 _SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
 _HEADERS = tuple(map(Path(__file__).with_name, _HEADER_NAMES))
@@ -69,7 +70,7 @@ class Library:
             matter.
         find_unchanged: returns the list of these tensors if all is as in a state, else None.
         ledger: the type of ledgers, with the methods of ``solvers.online.ledger.Ledger`` that the eager runtime calls.
-        memory, recomputation, tracked_storage: the types that ``planner.train.eager.storages`` describes.
+        memory, recomputation, sources: the types that ``planner.train.eager.storages`` describes.
         step_log: the type that ``planner.train.eager.step_log`` describes.
     """
 
@@ -87,7 +88,7 @@ class Library:
         self.new_stored_values = _declare(functions.stored_values_new, value, value, value, value, value)
         self.find_unchanged = _declare(functions.stored_values_find_unchanged, value, value)
         self.ledger = _declare(functions.ledger_type_of_library, value)()
-        self.memory, self.recomputation, self.tracked_storage, self.step_log = _declare(functions.eager_types, value)()
+        self.memory, self.recomputation, self.sources, self.step_log = _declare(functions.eager_types, value)()
 
     def declare(self, prefix: str, functions: Mapping[str, tuple[Any, list[Any]]]) -> ctypes.CDLL:
         """Return all functions, after declaring the results and arguments of some, by their names without `prefix`."""

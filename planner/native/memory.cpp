@@ -17,6 +17,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
+#include <optional>
+#include <set>
 #include <utility>
 
 namespace py = pybind11;
@@ -40,6 +43,11 @@ std::pair<int64_t, int64_t> count_unheld() {
   return {uses - 1, references};
 }
 
+std::set<Memory*>& memories() {
+  static auto& all = *new std::set<Memory*>; // never destroyed
+  return all;
+}
+
 int64_t address_of(const at::Tensor& tensor) {
   return reinterpret_cast<int64_t>(tensor.storage().unsafeGetStorageImpl());
 }
@@ -48,12 +56,16 @@ int64_t address_of(const at::Tensor& tensor) {
 
 Memory::Memory(int64_t budget, py::object sizes, py::object new_ledger)
     : budget_bytes(budget), sizes_(std::move(sizes)), new_ledger_(std::move(new_ledger)),
-      device_(reinterpret_cast<THPDevice*>(sizes_.attr("device").ptr())->device), unheld_(count_unheld()) {}
+      device_(reinterpret_cast<THPDevice*>(sizes_.attr("device").ptr())->device), unheld_(count_unheld()) {
+  memories().insert(this);
+}
 
 Memory::~Memory() {
-  for (const auto& [address, object] : resident_) {
-    end_holding(storage_of(object));
+  for (const auto& storage : list_storages()) {
+    storage->drop_records();
+    end_holding(*storage);
   }
+  memories().erase(this);
   for (const auto* asked : {&young_, &old_}) {
     for (auto [memory, watch] : *asked) {
       if (watch->storage != nullptr) {
@@ -69,18 +81,19 @@ double Memory::now() const {
                          : to_double(clock());
 }
 
-PyObject* Memory::find(const at::Tensor& tensor) const {
+TrackedStorage* Memory::find(const at::Tensor& tensor) const {
   const auto found = resident_.find(address_of(tensor));
-  return found == resident_.end() ? nullptr : found->second.ptr();
+  return found == resident_.end() ? nullptr : found->second.get();
 }
 
-py::object Memory::add(const at::Tensor& tensor, py::object object, bool visible, bool pinned) {
-  if (object.is_none()) {
-    object = new_tracked_storage(count_bytes(static_cast<int64_t>(tensor.storage().nbytes()), tensor.device()), pinned);
-    storage_of(object).touched_s = clock_s;
-    storage_of(object).checked = overwrites;
+StoragePtr Memory::add(const at::Tensor& tensor, StoragePtr object, bool visible, bool pinned) {
+  if (!object) {
+    const auto size_bytes = count_bytes(static_cast<int64_t>(tensor.storage().nbytes()), tensor.device());
+    object = c10::make_intrusive<TrackedStorage>(size_bytes, pinned, all_);
+    object->touched_s = clock_s;
+    object->checked = overwrites;
   }
-  auto& storage = storage_of(object);
+  auto& storage = *object;
   storage.address = address_of(tensor);
   storage.watch = new Watch{tensor.storage().getWeakStorageImpl(), &storage, storage.size_bytes, visible ? 0 : storage.size_bytes};
   if (!storage.is_owned() || !visible) {
@@ -132,7 +145,7 @@ void Memory::record_computed(TrackedStorage& storage, const at::Tensor& tensor) 
   }
   storage.base = make_alias(tensor);
   storage.move_aliases(tensor);
-  add(tensor, object_of(storage), storage.saved > 0);
+  add(tensor, StoragePtr::reclaim_copy(&storage), storage.saved > 0);
   if (const auto id = id_of(storage); id >= 0) {
     ledger_->note_computed(id);
     allow(storage);
@@ -148,27 +161,25 @@ void Memory::allow(TrackedStorage& storage, bool in_use) {
   }
 }
 
-// Pins all storages in memory, and drops the records to recompute them, which no saved tensor needs any more.
+std::vector<StoragePtr> Memory::list_storages() const {
+  std::vector<StoragePtr> found;
+  std::transform(all_->begin(), all_->end(), std::back_inserter(found), &StoragePtr::reclaim_copy);
+  return found;
+}
+
+int64_t Memory::count_resident() {
+  settle_all();
+  return static_cast<int64_t>(resident_.size());
+}
+
+// Pins all storages, and drops the records to recompute them, which no saved tensor needs any more, and which refer to each other where
+// storages were written with each other's contents.
 void Memory::forget() {
-  std::vector<py::object> kept;
-  for (const auto& [address, object] : resident_) {
-    kept.push_back(object);
+  for (const auto& storage : list_storages()) {
+    storage->drop_records();
+    storage->last_read = -1;
+    drop_base(*storage);
   }
-  for (const auto& object : kept) {
-    auto& storage = storage_of(object);
-    storage.drop_records();
-    storage.last_read = -1;
-    drop_base(storage);
-  }
-  // Reference cycles keep recomputed tensors in memory where storages were written with each other's contents.
-  for (const auto* asked : {&young_, &old_}) {
-    for (size_t i = 0; i < asked->size(); ++i) {
-      if (auto* watch = (*asked)[i].second; watch->extra_bytes > 0 && watch->storage != nullptr) {
-        watch->storage->base.reset();
-      }
-    }
-  }
-  kept.clear();
   settle_all();
   ledger_object_ = {};
   ledger_ = nullptr;
@@ -240,8 +251,8 @@ void Memory::note_freed(Watch* watch) {
   live_bytes -= watch->size_bytes;
   extra_bytes -= watch->extra_bytes;
   if (auto* storage = watch->storage; storage != nullptr && storage->watch == watch) {
-    const auto kept = object_of(*storage);
-    if (const auto found = resident_.find(storage->address); found != resident_.end() && found->second.is(kept)) {
+    const auto kept = StoragePtr::reclaim_copy(storage);
+    if (const auto found = resident_.find(storage->address); found != resident_.end() && found->second == kept) {
       resident_.erase(found);
     }
     storage->address = 0;
@@ -323,12 +334,17 @@ bool Memory::evict_bytes(int64_t size_bytes) {
   return evicted;
 }
 
+std::optional<bool> Memory::evict_logged(size_t number) {
+  const auto storage = number < log->references.size() ? log->references[number].lock() : nullptr;
+  return !storage || !storage->is_owned() ? std::nullopt : std::optional(evict(*storage));
+}
+
 // Returns false if the storage is in use or not in memory.
 bool Memory::evict(TrackedStorage& storage) {
   if (storage.address == 0 || !storage.is_owned() || is_held_elsewhere(storage)) {
     return false;
   }
-  const auto kept = object_of(storage);
+  const auto kept = StoragePtr::reclaim_copy(&storage);
   if (storage.saved > 0) {
     storage.evicted = true;
     evicted_bytes += storage.size_bytes;
@@ -394,12 +410,11 @@ void Memory::begin_log(std::shared_ptr<StepLog> begun) {
   ++step_;
 }
 
-int64_t Memory::number_of(py::handle object) {
-  auto& storage = storage_of(object);
+int64_t Memory::number_of(TrackedStorage& storage) {
   if (storage.step != step_) {
     storage.step = step_;
     storage.number = log->add_storage(storage.size_bytes);
-    log->references.push_back(steal(PyWeakref_NewRef(object.ptr(), nullptr)));
+    log->references.emplace_back(StoragePtr::reclaim_copy(&storage));
   }
   return storage.number;
 }
@@ -412,7 +427,7 @@ void Memory::log_release(const TrackedStorage& storage, bool only_saved) {
 
 // The ledger.
 
-void Memory::note_recomputed(const OpFields& op) {
+void Memory::note_recomputed(const RecordedOp& op) {
   if (ids_ && op.ids == ids_) {
     ledger_->note_recomputed(op.ledger_id);
   }
@@ -433,25 +448,24 @@ void Memory::enter_pending() {
   }
 }
 
-void Memory::enter_op(OpFields& op) {
-  c10::SmallVector<PyObject*, 8> storages;
+void Memory::enter_op(RecordedOp& op) {
+  c10::SmallVector<TrackedStorage*, 8> storages;
   std::vector<int64_t> read, made;
   int64_t moved_bytes = 0;
   for (const auto& input : op.reads) {
-    auto* storage = input.storage.ptr();
-    if (storage != Py_None && std::find(storages.begin(), storages.end(), storage) == storages.end()) {
+    auto* storage = input.storage.get();
+    if (storage != nullptr && std::find(storages.begin(), storages.end(), storage) == storages.end()) {
       storages.push_back(storage);
-      read.push_back(enter(storage_of(storage), std::nullopt));
-      moved_bytes += storage_of(storage).size_bytes;
+      read.push_back(enter(*storage, std::nullopt));
+      moved_bytes += storage->size_bytes;
     }
   }
   int64_t place = 0;
   for (const auto& [position, reference] : op.made) {
     const std::pair<int64_t, int64_t> origin(op.number, place++);
-    const auto storage = steal(PyObject_CallNoArgs(reference.ptr()));
-    if (!storage.is_none()) {
-      made.push_back(enter(storage_of(storage), origin));
-      moved_bytes += storage_of(storage).size_bytes;
+    if (const auto storage = reference.lock()) {
+      made.push_back(enter(*storage, origin));
+      moved_bytes += storage->size_bytes;
     }
   }
   if (op.draws.has_value() && keeps_random_) {
@@ -487,15 +501,6 @@ int64_t Memory::enter(TrackedStorage& storage, std::optional<std::pair<int64_t, 
 
 // Python.
 
-py::dict Memory::list_resident() {
-  settle_all();
-  py::dict found;
-  for (const auto& [address, storage] : resident_) {
-    found[number(address)] = storage;
-  }
-  return found;
-}
-
 py::object memory_type() {
   static auto* known = new py::object(py::class_<KnownOp, std::shared_ptr<KnownOp>>(py::handle(), "KnownOp", py::module_local())
                                           .def_readwrite("out_bytes", &KnownOp::out_bytes)
@@ -517,7 +522,6 @@ py::object memory_type() {
           .def_readonly("eager_peak_bytes", &Memory::eager_peak_bytes)
           .def_readonly("evictions", &Memory::evictions)
           .def_readwrite("retries", &Memory::retries)
-          .def_readwrite("overwrites", &Memory::overwrites)
           .def_readonly("ops", &Memory::ops)
           .def_readonly("recorded", &Memory::recorded)
           .def_readonly("kept_ops", &Memory::kept_ops)
@@ -528,16 +532,24 @@ py::object memory_type() {
           .def_readwrite("clock", &Memory::clock)
           .def_property("log", [](const Memory& memory) { return memory.log; }, &Memory::begin_log)
           .def_property_readonly("pending", [](const Memory& memory) { return memory.pending->size(); })
-          .def_property_readonly("resident", &Memory::list_resident)
-          .def("find", [](const Memory& memory, py::handle tensor) {
+          .def_property_readonly("resident", &Memory::count_resident)
+          .def("find_bytes", [](const Memory& memory, py::handle tensor) {
             auto* found = memory.find(THPVariable_Unpack(tensor.ptr()));
-            return found == nullptr ? py::none() : borrow(found);
+            return found == nullptr ? std::nullopt : std::optional(found->size_bytes);
           })
-          .def("add", [](Memory& memory, py::handle tensor, bool visible) {
-            return memory.add(THPVariable_Unpack(tensor.ptr()), py::none(), visible);
-          }, py::arg("tensor"), py::arg("visible") = true)
-          .def("allow", [](Memory& memory, py::handle storage) { memory.allow(storage_of(storage)); })
-          .def("evict", [](Memory& memory, py::handle storage) { return memory.evict(storage_of(storage)); })
+          .def("add", [](Memory& memory, py::handle tensor) { memory.add(THPVariable_Unpack(tensor.ptr()), nullptr, true); })
+          .def_static("list_aliases", [] { // of the tensors that autograd has saved in all blocks
+            py::list found;
+            for (const auto* memory : memories()) {
+              for (const auto& storage : memory->list_storages()) {
+                if (storage->first != nullptr && storage->address != 0) {
+                  found.append(steal(THPVariable_Wrap(storage->first->alias)));
+                }
+              }
+            }
+            return found;
+          })
+          .def("evict_logged", &Memory::evict_logged)
           .def("forget", &Memory::forget)
           .def("settle", &Memory::settle_all)
           .def("make_room", [](Memory& memory, int64_t size_bytes, py::handle purpose) { memory.make_room(size_bytes, purpose); })

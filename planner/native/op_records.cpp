@@ -14,7 +14,9 @@
 
 #include "memory.h"
 #include "recomputation.h"
+#include "sources.h"
 
+#include <c10/util/ScopeExit.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Device.h>
@@ -112,8 +114,7 @@ class Records final : public OpRecords {
         plans_(follower_.attr("plans")),
         recomputation_(recorder_.attr("recomputation").cast<Recomputation&>()),
         costs_(recorder_.attr("costs")),
-        sources_(recorder_.attr("sources")),
-        saved_(sources_.attr("saved")),
+        sources_(recorder_.attr("sources").cast<Sources&>()),
         names_(recorder_.attr("module").attr("names")),
         module_number_(reinterpret_cast<const int64_t*>(parts[6].cast<intptr_t>())),
         sizes_(recorder_.attr("sizes")),
@@ -139,106 +140,100 @@ class Records final : public OpRecords {
     const py::gil_scoped_acquire held;
     const OwnLock own(lock_);
     memory_.settle();
-    const bool is_between = PyDict_GET_SIZE(saved_.ptr()) == 0;
+    const bool is_between = !sources_.has_saved();
     if (is_between) {
       begin_step();
     }
     const auto written = list_written(called);
-    const auto is_pinned = [](const py::object& storage) { return storage_of(storage).pinned; };
+    const auto is_pinned = [](const StoragePtr& storage) { return storage->pinned; };
     if (called.facts.only_writes != 0 && std::all_of(written.begin(), written.end(), is_pinned)) {
       return write_pinned(called, written);
     }
-    record_as(called.unusual ? copy_recorded_op(build_unusual(called)) : copy_recorded_op(find_pattern(called)), called, written, is_between);
+    const auto op = called.unusual ? c10::make_intrusive<RecordedOp>(build_unusual(called))
+                                   : c10::make_intrusive<RecordedOp>(find_pattern(called));
+    record_as(op, called, written, is_between);
   }
 
   // Leaves that have gradients or whose storage is never evicted are held themselves, and so are parameters: as in plain eager PyTorch,
   // a backward pass sees what was assigned to their ``.data`` meanwhile.
   void pack(const at::Tensor& tensor, SavedTensor& saved, const std::shared_ptr<OpRecords>& self) override {
     const OwnLock own(lock_);
-    if (PyDict_GET_SIZE(saved_.ptr()) == 0) { // autograd saves the inputs of the first op of a step before the op runs
+    if (!sources_.has_saved()) { // autograd saves the inputs of the first op of a step before the op runs
       memory_.settle();
       begin_saving.call(recorder_);
       memory_.begin_step();
     }
     const auto storage = find_or_add(tensor);
-    const bool is_pinned = storage_of(storage).pinned;
+    const bool is_pinned = storage->pinned;
     if (saved.is_parameter || (tensor.is_leaf() && (tensor.requires_grad() || is_pinned))) {
       saved.held = tensor;
     }
     saved.alias = make_alias(tensor);
-    saved.storage = Py_NewRef(storage.ptr());
+    saved.storage = storage;
     saved.version = version_of(tensor);
     ++memory_.packs;
-    if (storage_of(storage).saved == 0) {
-      check(PyDict_SetItem(saved_.ptr(), identity_of(storage).ptr(), storage.ptr()));
-      memory_.begin_holding(storage_of(storage));
+    if (storage->saved == 0) {
+      sources_.add_saved(*storage);
+      memory_.begin_holding(*storage);
     }
-    const auto count = ++storage_of(storage).saved;
-    saved.next = std::exchange(storage_of(storage).first, &saved);
+    const auto count = ++storage->saved;
+    saved.next = std::exchange(storage->first, &saved);
     if (saved.next != nullptr) {
       saved.next->previous = &saved;
     }
     saved.records = self; // from now on it is released
-    if (!is_pinned && storage_of(storage).checked != memory_.overwrites) {
-      pin_if_lost.call(sources_, storage);
+    if (!is_pinned && storage->checked != memory_.overwrites) {
+      sources_.pin_if_lost(*storage);
     }
     if (count == 1) {
-      memory_.allow(storage_of(storage));
+      memory_.allow(*storage);
     }
   }
 
   // Returns an alias of a saved tensor: autograd may keep it, then the reference count of the storage is higher.
   at::Tensor unpack(SavedTensor& saved) override {
     const OwnLock own(lock_);
-    const auto storage = borrow(saved.storage);
+    const auto& storage = saved.storage;
     if (memory_.log) {
-      memory_.log->unpacked.emplace_back(memory_.number_of(storage), memory_.log->ops.size());
+      memory_.log->unpacked.emplace_back(memory_.number_of(*storage), memory_.log->ops.size());
     }
-    memory_.touch(storage_of(storage), memory_.read_s);
+    memory_.touch(*storage, memory_.read_s);
     const auto& tensor = saved.held.defined() ? saved.held : saved.alias;
     if (const auto version = version_of(tensor); version != saved.version) {
       raise_overwritten.call(recorder_, steal(THPVariable_Wrap(tensor)), number(saved.version), number(version));
     }
-    if (!saved.held.defined() && storage_of(storage).address == 0) {
+    if (!saved.held.defined() && storage->address == 0) {
       recomputation_.recompute(storage);
     }
     return make_alias(tensor);
   }
 
   void release(SavedTensor& saved) override {
-    const auto storage = borrow(saved.storage);
-    (saved.previous == nullptr ? storage_of(storage).first : saved.previous->next) = saved.next;
+    const auto& storage = saved.storage;
+    (saved.previous == nullptr ? storage->first : saved.previous->next) = saved.next;
     if (saved.next != nullptr) {
       saved.next->previous = saved.previous;
     }
     saved.alias.reset();
-    if (--storage_of(storage).saved == 0) {
-      check(PyDict_DelItem(saved_.ptr(), identity_of(storage).ptr()));
-      if (std::exchange(storage_of(storage).evicted, false)) {
-        memory_.evicted_bytes -= storage_of(storage).size_bytes;
+    if (--storage->saved == 0) {
+      sources_.remove_saved(*storage);
+      if (std::exchange(storage->evicted, false)) {
+        memory_.evicted_bytes -= storage->size_bytes;
       }
       // The ledger is not updated: the garbage collector may call this while it runs. Its choices are checked instead.
-      storage_of(storage).base.reset();
-      memory_.end_holding(storage_of(storage));
-      const auto* watch = storage_of(storage).watch;
+      storage->base.reset();
+      memory_.end_holding(*storage);
+      const auto* watch = storage->watch;
       if (watch == nullptr || watch->memory.use_count() == 0) {
-        memory_.log_release(storage_of(storage), true);
+        memory_.log_release(*storage, true);
       }
     }
-    if (PyDict_GET_SIZE(saved_.ptr()) == 0 && is_closed.of(recorder_).ptr() == Py_True) {
+    if (!sources_.has_saved() && is_closed.of(recorder_).ptr() == Py_True) {
       forget.call(recorder_);
     }
   }
 
  private:
-  using Written = c10::SmallVector<py::object, 1>; // storages, without duplicates
-
-  static py::list to_list(const Written& written) {
-    py::list made;
-    std::for_each(written.begin(), written.end(), [&](const py::object& storage) { made.append(storage); });
-    return made;
-  }
-
   // Begins to count ops anew where no tensor is saved, and ends the step before.
   void begin_step() {
     if (memory_.recorded > few_ops_) {
@@ -254,41 +249,28 @@ class Records final : public OpRecords {
     Written written;
     for (const auto& tensor : called.written) {
       auto storage = find_or_add(tensor);
-      if (std::none_of(written.begin(), written.end(), [&](const py::object& other) { return other.is(storage); })) {
+      if (std::none_of(written.begin(), written.end(), [&](const StoragePtr& other) { return other == storage; })) {
         written.push_back(std::move(storage));
       }
     }
     return written;
   }
 
-  // Copies contents that an op is about to write, if saved tensors may have to be recomputed from them.
-  void copy_before_writes(const py::object& operator_, const Written& written) {
-    for (const auto& storage : written) {
-      if (storage_of(storage).pinned && storage_of(storage).last_read == storage_of(storage).version) {
-        if (PyDict_GET_SIZE(saved_.ptr()) > 0) {
-          copy_before_writes_.call(sources_, operator_, to_list(written));
-          return;
-        }
-        ++memory_.overwrites;
-      }
-    }
-  }
-
   // Executes an op that writes only pinned storages, such as an update of parameters, without recording it.
   void write_pinned(const CalledOp& called, const Written& written) {
     const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
-    copy_before_writes(operator_, written);
+    sources_.copy_before_writes(operator_, written);
     const auto start_s = memory_.now();
     while (const auto error = execute(called)) {
       recover(operator_, std::nullopt, written, error);
     }
     advance_clock(memory_.now() - start_s);
     for (const auto& storage : written) {
-      ++storage_of(storage).version;
+      ++storage->version;
     }
     if (memory_.log) {
       LoggedOp logged{{}, {}, {}, {}, 0, false, false, false, -1, 0, module_name()};
-      std::for_each(written.begin(), written.end(), [&](const py::object& storage) { add_number(logged.written, storage); });
+      std::for_each(written.begin(), written.end(), [&](const StoragePtr& storage) { add_number(logged.written, storage); });
       add_to_log(std::move(logged), called.facts, 0);
     }
   }
@@ -298,9 +280,20 @@ class Records final : public OpRecords {
   void recover(py::handle operator_, const std::optional<Draws>& draws, const Written& written, const std::exception_ptr& error) {
     torch::translate_exception_to_python(error);
     const py::error_already_set raised;
-    if (recover_.call(recorder_, operator_, to_list(written), raised.value()).ptr() != Py_True) {
+    const bool is_unwritten = allocates_first.of(operator_).ptr() == Py_True; // else it may have written a part
+    const bool can_undo = !written.empty() && std::all_of(written.begin(), written.end(), [](const StoragePtr& storage) {
+      return storage->is_recomputable(storage->version);
+    });
+    bool again = false;
+    const auto keep_written = c10::make_scope_exit([&] {
+      std::for_each(written.begin(), again ? written.begin() : written.end(), [&](const StoragePtr& storage) { keep(*storage); });
+    });
+    again = recover_.call(recorder_, operator_, raised.value(), py::bool_(is_unwritten || can_undo)).ptr() == Py_True;
+    if (!again) {
       throw raised;
     }
+    std::for_each(written.begin(), is_unwritten ? written.begin() : written.end(), [&](const auto& part) { recomputation_.restore(part); });
+    forget_failures.call(costs_);
     if (draws.has_value()) {
       const Locked locked(lock_of_draws_);
       set_state(draws->generator, get_state(draws->before));
@@ -317,7 +310,7 @@ class Records final : public OpRecords {
   }
 
   // Returns the record of such an op, without storages.
-  const OpFields& find_pattern(const CalledOp& called) {
+  const RecordedOp& find_pattern(const CalledOp& called) {
     if (const auto found = patterns_.find(called.key); found != patterns_.end()) {
       return found->second;
     }
@@ -330,7 +323,7 @@ class Records final : public OpRecords {
     return patterns_.emplace(called.key, build_pattern(called)).first->second;
   }
 
-  OpFields build_pattern(const CalledOp& called) {
+  RecordedOp build_pattern(const CalledOp& called) {
     auto pattern = std::make_shared<OpPattern>(new_pattern(called));
     const bool drops_statistics = called.updates_statistics && called.facts.replay == OperatorFacts::kWithoutStatistics;
     if (drops_statistics) {
@@ -368,7 +361,7 @@ class Records final : public OpRecords {
         }
       }
     }
-    auto fields = new_fields(std::move(pattern));
+    RecordedOp fields(std::move(pattern));
     const bool has_replay = !called.updates_statistics || called.facts.replay != OperatorFacts::kNoReplay;
     fields.recordable = called.facts.repeatable != 0 && has_replay;
     fields.known = called.sized_by_data ? std::make_shared<KnownOp>() : learn_sizes(called, fields.pattern->operator_);
@@ -376,8 +369,8 @@ class Records final : public OpRecords {
   }
 
   // Returns the record of an op with arguments that no record can have, or that rebinds a tensor: it is not executed again.
-  OpFields build_unusual(const CalledOp& called) {
-    auto fields = new_fields(std::make_shared<OpPattern>(new_pattern(called)));
+  RecordedOp build_unusual(const CalledOp& called) {
+    RecordedOp fields(std::make_shared<OpPattern>(new_pattern(called)));
     fields.known = std::make_shared<KnownOp>();
     return fields;
   }
@@ -385,10 +378,6 @@ class Records final : public OpRecords {
   OpPattern new_pattern(const CalledOp& called) {
     const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
     return {operator_, present_settings(), called.handle, {}, {}, at::GradMode::is_enabled()};
-  }
-
-  static OpFields new_fields(std::shared_ptr<const OpPattern> pattern) {
-    return {std::move(pattern), nullptr, py::none(), 0, {}, {}, {}, {}, {}, {}, {}, -1, -1, 0, 0, false, false};
   }
 
   // Returns the facts about a new signature.
@@ -502,17 +491,13 @@ class Records final : public OpRecords {
     return torch::jit::toPyObject(value);
   }
 
-  static py::object identity_of(py::handle object) {
-    return steal(PyLong_FromVoidPtr(object.ptr()));
-  }
-
   static std::exception_ptr execute(const CalledOp& called) {
     const py::gil_scoped_release unlocked;
     return called.execute();
   }
 
-  void record_as(const py::object& object, const CalledOp& called, const Written& written, bool is_between) {
-    auto& op = fields_of_op(object);
+  void record_as(const c10::intrusive_ptr<RecordedOp>& object, const CalledOp& called, const Written& written, bool is_between) {
+    auto& op = *object;
     const auto operator_ = op.pattern->operator_;
     if (called.sized_by_data && !called.unusual) {
       const auto [args, kwargs] = to_python(called);
@@ -529,8 +514,8 @@ class Records final : public OpRecords {
       memory_.settle_all();
     }
     const auto held_bytes = memory_.live_bytes;
-    copy_before_writes(operator_, written);
-    const auto taken_bytes = run(called, object, written);
+    sources_.copy_before_writes(operator_, written);
+    const auto taken_bytes = run(called, op, written);
     const auto made_bytes = record_outputs(called, object, written, taken_bytes);
     if (called.facts.reads_to_host != 0) {
       ++memory_.host_reads;
@@ -548,7 +533,7 @@ class Records final : public OpRecords {
   }
 
   // Evicts until an op fits; for a guessed workspace only as far as possible.
-  void make_room(OpFields& op, int64_t out_bytes, int64_t workspace_bytes) {
+  void make_room(RecordedOp& op, int64_t out_bytes, int64_t workspace_bytes) {
     const auto room_bytes = out_bytes + workspace_bytes;
     if (memory_.live_bytes + room_bytes > std::min(memory_.peak_bytes, memory_.budget_bytes)) {
       memory_.settle_all();
@@ -564,38 +549,35 @@ class Records final : public OpRecords {
       memory_.make_room(is_guessed ? out_bytes : room_bytes, function.of(op.pattern->operator_));
     }
     for (const auto& read : op.reads) { // some may be pinned only now, as their records are dropped
-      auto& storage = storage_of(read.storage);
-      auto held = storage.pinned && storage.watch != nullptr ? storage.watch->memory.lock() : nullptr;
-      const auto is_same = [&](const c10::Storage& kept) { return kept.unsafeGetStorageImpl() == held.get(); };
-      if (held && std::none_of(op.kept.begin(), op.kept.end(), is_same)) {
-        op.kept.emplace_back(std::move(held));
+      auto& storage = *read.storage;
+      if (storage.pinned) {
+        op.keep(storage);
       }
     }
   }
 
   // Adds a tensor to what an op reads. If its contents cannot be recomputed, the record would keep it alive for longer than the program.
-  void refer(const at::Tensor& tensor, OpFields& op) {
+  void refer(const at::Tensor& tensor, RecordedOp& op) {
     auto storage = find_or_add(tensor);
-    const auto version = storage_of(storage).last_read = storage_of(storage).version;
-    memory_.touch(storage_of(storage), memory_.read_s);
-    if (storage_of(storage).pinned) {
+    const auto version = storage->last_read = storage->version;
+    memory_.touch(*storage, memory_.read_s);
+    if (storage->pinned) {
       op.kept.push_back(tensor.storage());
-    } else if (storage_of(storage).checked != memory_.overwrites) {
-      op.recordable = !pin_if_lost.call(sources_, storage).cast<bool>() && op.recordable;
+    } else if (storage->checked != memory_.overwrites) {
+      op.recordable = !sources_.pin_if_lost(*storage) && op.recordable;
     }
     op.reads.push_back({std::move(storage), version, tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()});
   }
 
-  py::object find_or_add(const at::Tensor& tensor) {
+  StoragePtr find_or_add(const at::Tensor& tensor) {
     auto* found = memory_.find(tensor);
-    return found == nullptr ? memory_.add(tensor, py::none(), true) : borrow(found);
+    return found == nullptr ? memory_.add(tensor, nullptr, true) : StoragePtr::reclaim_copy(found);
   }
 
   // Executes an op and times it, and returns the bytes that it has taken; -1 if that was not measured.
-  int64_t run(const CalledOp& called, const py::object& object, const Written& written) {
-    auto& op = fields_of_op(object);
+  int64_t run(const CalledOp& called, RecordedOp& op, const Written& written) {
     if (called.facts.draws == 0) {
-      return run_timed(called, object, written);
+      return run_timed(called, op, written);
     }
     py::object generator = py::none();
     auto device = called.inputs.empty() ? c10::Device(c10::kCPU) : called.inputs[0].device();
@@ -614,15 +596,14 @@ class Records final : public OpRecords {
     };
     if (called.facts.random == 0) { // a custom operator, which may wait for another thread
       set_draws();
-      return run_timed(called, object, written);
+      return run_timed(called, op, written);
     }
     const Locked locked(lock_of_draws_);
     set_draws();
-    return run_timed(called, object, written);
+    return run_timed(called, op, written);
   }
 
-  int64_t run_timed(const CalledOp& called, const py::object& object, const Written& written) {
-    auto& op = fields_of_op(object);
+  int64_t run_timed(const CalledOp& called, RecordedOp& op, const Written& written) {
     const auto& known = op.known;
     if (known->needs_block) {
       const auto size_bytes = known->out_bytes + known->workspace_bytes;
@@ -672,8 +653,9 @@ class Records final : public OpRecords {
   }
 
   // Records what an op has made and written, and returns the bytes of new storages and of those that have grown.
-  int64_t record_outputs(const CalledOp& called, const py::object& object, const Written& written, int64_t taken_bytes) {
-    auto& op = fields_of_op(object);
+  int64_t record_outputs(
+      const CalledOp& called, const c10::intrusive_ptr<RecordedOp>& object, const Written& written, int64_t taken_bytes) {
+    auto& op = *object;
     const auto& known = op.known;
     const auto outputs = called.outputs();
     const bool is_list = outputs.size() == 1 && outputs[0].isTensorList();
@@ -702,16 +684,16 @@ class Records final : public OpRecords {
     int64_t made_bytes = 0;
     if (!called.written.empty()) {
       for (const auto& storage : written) {
-        made_bytes += called.facts.rebinds + called.facts.resizes_out > 0 ? memory_.update_size(storage_of(storage)) : 0;
+        made_bytes += called.facts.rebinds + called.facts.resizes_out > 0 ? memory_.update_size(*storage) : 0;
       }
       note_writes(called, op, written, !new_tensors.empty());
     }
     for (const auto& [i, tensor] : new_tensors) {
-      const auto storage = memory_.add(tensor, py::none(), true, !op.recordable);
-      made_bytes += storage_of(storage).size_bytes;
-      op.made.emplace_back(static_cast<int64_t>(i), steal(PyWeakref_NewRef(storage.ptr(), nullptr)));
+      const auto storage = memory_.add(tensor, nullptr, true, !op.recordable);
+      made_bytes += storage->size_bytes;
+      op.made.emplace_back(static_cast<int64_t>(i), WeakStoragePtr(storage));
       if (op.recordable) {
-        storage_of(storage).chain.push_back(object);
+        storage->chain.push_back(object);
       }
     }
     if (taken_bytes >= 0) {
@@ -727,7 +709,7 @@ class Records final : public OpRecords {
     op.room_bytes = made_bytes + known->workspace_bytes;
     known->out_bytes = made_bytes;
     if (op.recordable && !op.made.empty()) {
-      count_op(object);
+      count_op(op);
     } else if (!op.made.empty()) {
       ++memory_.kept_ops;
     }
@@ -735,49 +717,50 @@ class Records final : public OpRecords {
   }
 
   // Begins the next version of each storage that an op has written: adds the op to its chain, or pins it.
-  void note_writes(const CalledOp& called, OpFields& op, const Written& written, bool makes_outputs) {
-    const py::object first = written[0];
+  void note_writes(const CalledOp& called, RecordedOp& op, const Written& written, bool makes_outputs) {
+    const auto& first = written[0];
     const bool is_repeatable = op.recordable && !called.updates_statistics && written.size() == 1;
-    if (is_repeatable && !storage_of(first).pinned && storage_of(first).chain.size() < longest_chain_) {
-      storage_of(first).chain.push_back(record_in_place(op, first, called.facts.resizes_out != 0));
-      ++storage_of(first).version;
+    if (is_repeatable && !first->pinned && first->chain.size() < longest_chain_) {
+      first->chain.push_back(record_in_place(op, first, called.facts.resizes_out != 0));
+      ++first->version;
       return;
     }
     for (const auto& storage : written) {
-      ++storage_of(storage).version;
-      if (!storage_of(storage).pinned) {
-        pin.call(sources_, storage);
-      }
+      keep(*storage);
     }
     if (!called.updates_statistics && makes_outputs) {
       op.recordable = false;
     }
   }
 
+  // Begins a version of a storage that cannot be recomputed.
+  void keep(TrackedStorage& storage) {
+    ++storage.version;
+    sources_.pin(storage);
+  }
+
   // Records an op that writes the next version of a storage.
-  py::object record_in_place(const OpFields& op, const py::object& storage, bool resizes_out) {
-    auto object = copy_recorded_op(op);
-    auto& write = fields_of_op(object);
+  c10::intrusive_ptr<RecordedOp> record_in_place(const RecordedOp& op, const StoragePtr& storage, bool resizes_out) {
+    auto object = c10::make_intrusive<RecordedOp>(op);
+    auto& write = *object;
     for (auto& input : write.reads) {
-      if (input.storage.is(storage)) {
-        input.storage = py::none();
+      if (input.storage == storage) {
+        input.storage.reset();
       }
     }
     write.known = nullptr;
-    write.references = {};
     // The storage counts with its last size from the first op on.
     write.room_bytes = op.known->workspace_bytes + (resizes_out ? 0 : op.known->out_bytes);
     write.in_place = true;
-    write.made.emplace_back(0, steal(PyWeakref_NewRef(storage.ptr(), nullptr)));
+    write.made.emplace_back(0, WeakStoragePtr(storage));
     ++memory_.packs;
-    count_op(object);
+    count_op(write);
     return object;
   }
 
-  void count_op(py::handle object) {
+  void count_op(RecordedOp& op) {
     ++memory_.recorded;
     ++memory_.ops;
-    auto& op = fields_of_op(object);
     op.number = memory_.log ? static_cast<int64_t>(memory_.log->ops.size()) : memory_.ops;
     op.place = static_cast<int64_t>(memory_.pending->size());
     op.pending = memory_.pending;
@@ -785,13 +768,13 @@ class Records final : public OpRecords {
   }
 
   // Logs an op for the plans of repeated steps.
-  void log_op(const OpFields& op, const OperatorFacts& facts, const Written& written) {
+  void log_op(const RecordedOp& op, const OperatorFacts& facts, const Written& written) {
     LoggedOp logged{{}, {}, {}, {}, op.seconds, op.recordable, false, false, -1, op.known->workspace_bytes, op.module};
     for (const auto& input : op.reads) {
       add_number(logged.inputs, input.storage);
     }
     for (const auto& [position, reference] : op.made) {
-      add_number(logged.made, steal(PyObject_CallNoArgs(reference.ptr())));
+      add_number(logged.made, reference.lock());
     }
     for (const auto& storage : written) {
       add_number(logged.written, storage);
@@ -800,8 +783,8 @@ class Records final : public OpRecords {
   }
 
   // Adds the number of a storage, unless it is there.
-  void add_number(StorageNumbers& numbers, py::handle storage) {
-    if (const auto added = memory_.number_of(storage); std::find(numbers.begin(), numbers.end(), added) == numbers.end()) {
+  void add_number(StorageNumbers& numbers, const StoragePtr& storage) {
+    if (const auto added = memory_.number_of(*storage); std::find(numbers.begin(), numbers.end(), added) == numbers.end()) {
       numbers.push_back(added);
     }
   }
@@ -820,18 +803,21 @@ class Records final : public OpRecords {
     }
   }
 
-  const Name begin_saving{"begin_saving"}, begin_step_of{"begin_step"}, bound_bytes{"bound_bytes"}, check_memory{"check_memory"},
-      check_plan{"check_plan"}, copy_before_writes_{"copy_before_writes"}, end{"end"}, estimate{"estimate"}, evict_after{"evict_after"},
-      evict_one{"evict_one"}, find_block{"find_block"}, find_made{"find_made"}, forget{"forget"}, function{"function"},
-      has_plans{"has_plans"}, is_closed{"is_closed"}, learn_sizes_of{"learn_sizes"}, note{"note"},
-      pin_if_lost{"pin_if_lost"}, pin{"pin"}, raise_overwritten{"raise_overwritten"}, recover_{"recover"}, start{"start"}, stop{"stop"};
+  const Name allocates_first{"allocates_first"}, begin_saving{"begin_saving"}, begin_step_of{"begin_step"}, bound_bytes{"bound_bytes"},
+      check_memory{"check_memory"}, check_plan{"check_plan"}, end{"end"}, estimate{"estimate"}, evict_after{"evict_after"},
+      evict_one{"evict_one"}, find_block{"find_block"}, find_made{"find_made"}, forget{"forget"},
+      forget_failures{"forget_failures"}, function{"function"}, has_plans{"has_plans"}, is_closed{"is_closed"},
+      learn_sizes_of{"learn_sizes"}, note{"note"}, raise_overwritten{"raise_overwritten"}, recover_{"recover"}, start{"start"},
+      stop{"stop"};
 
   const py::object recorder_;
   std::recursive_mutex lock_; // of the state of the runtime, because a backward pass may run in several threads
   Memory& memory_;
   const py::object follower_, plans_;
   Recomputation& recomputation_;
-  const py::object costs_, sources_, saved_, names_;
+  const py::object costs_;
+  Sources& sources_;
+  const py::object names_;
   const int64_t* const module_number_;
   const py::object sizes_;
   const size_t longest_chain_;
@@ -839,10 +825,12 @@ class Records final : public OpRecords {
   const int64_t few_ops_, measurements_;
   const c10::Device budget_device_;
   const bool times_each_; // ops are done when they return
-  std::unordered_map<Key, OpFields, KeyHash> patterns_, older_patterns_; // records of ops, without their storages
+  std::unordered_map<Key, RecordedOp, KeyHash> patterns_, older_patterns_; // records of ops, without their storages
 };
 
 } // namespace
+
+SavedTensor::SavedTensor(std::shared_ptr<OpRecords> of) : to_pack(std::move(of)) {}
 
 SavedTensor::~SavedTensor() {
   if (!records) { // it holds the tensor itself
@@ -850,7 +838,8 @@ SavedTensor::~SavedTensor() {
   }
   auto dropped = std::make_unique<std::shared_ptr<OpRecords>>(std::move(records));
   if (Py_IsInitialized() == 0) { // Python has ended
-    dropped.release();
+    static_cast<void>(dropped.release());
+    static_cast<void>(storage.release());
     return;
   }
   const py::gil_scoped_acquire locked;
@@ -860,7 +849,7 @@ SavedTensor::~SavedTensor() {
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("a saved tensor that autograd drops");
   }
-  Py_DECREF(storage);
+  storage.reset();
   dropped.reset();
 }
 

@@ -90,6 +90,7 @@ using ByteCounts = std::optional<c10::SmallVector<int64_t, 4>>;
 ByteCounts count_output_bytes(const CalledOp& called);
 
 struct SavedTensor;
+struct TrackedStorage;
 
 // The functions need Python's interpreter lock unless they say something else, and throw Python's errors.
 class OpRecords {
@@ -111,7 +112,7 @@ class OpRecords {
 
 // The handle that autograd holds in place of a saved tensor, so that its storage can be evicted.
 struct SavedTensor final : torch::autograd::SavedVariableHooks {
-  explicit SavedTensor(std::shared_ptr<OpRecords> of) : to_pack(std::move(of)) {}
+  explicit SavedTensor(std::shared_ptr<OpRecords> of);
   ~SavedTensor() override;
 
   void call_pack_hook(const at::Tensor& tensor) override;
@@ -120,7 +121,7 @@ struct SavedTensor final : torch::autograd::SavedVariableHooks {
   std::shared_ptr<OpRecords> to_pack, records; // `records`: null if it is not packed but held
   at::Tensor held; // the tensor itself, if it is a leaf or a parameter that is not evicted, a subclass or not strided
   bool is_parameter = false;
-  PyObject* storage = nullptr;
+  c10::intrusive_ptr<TrackedStorage> storage;
   int64_t version = 0; // autograd's version counter when it was saved
   at::Tensor alias; // keeps the storage in memory; on no memory while it is evicted
   SavedTensor *next = nullptr, *previous = nullptr; // of its storage

@@ -49,12 +49,6 @@ class OwnOps {
   const KernelSettings settings_;
 };
 
-// Returns a tensor on all bytes of a storage, even if all tensors on it cover only a part.
-at::Tensor view_whole(c10::Storage storage) {
-  const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
-  return at::empty({0}, options).set_(std::move(storage));
-}
-
 at::Tensor find_resident(const TrackedStorage& storage) {
   if (storage.base.defined()) {
     return storage.base;
@@ -68,12 +62,17 @@ at::Tensor find_resident(const TrackedStorage& storage) {
 
 } // namespace
 
+at::Tensor view_whole(c10::Storage storage) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
+  return at::empty({0}, options).set_(std::move(storage));
+}
+
 // The rebuild of one version of a storage, in new memory, by the first ops of its chain.
 class [[gnu::visibility("hidden")]] Rebuild {
  public:
-  Rebuild(py::object rebuilt, int64_t of_version) : storage(std::move(rebuilt)), version(of_version) {
-    const auto& all = storage_of(storage).chain;
-    TORCH_INTERNAL_ASSERT(version < std::ssize(all), "an evicted tensor cannot be recomputed");
+  Rebuild(StoragePtr rebuilt, int64_t of_version) : storage(std::move(rebuilt)), version(of_version) {
+    const auto& all = storage->chain;
+    TORCH_INTERNAL_ASSERT(storage->is_recomputable(version), "an evicted tensor cannot be recomputed");
     chain.assign(all.begin(), all.begin() + version + 1);
   }
 
@@ -82,7 +81,7 @@ class [[gnu::visibility("hidden")]] Rebuild {
   }
 
   bool is_current() const {
-    return version == storage_of(storage).version;
+    return version == storage->version;
   }
 
   // Returns the next input of the next op that is not resident.
@@ -90,11 +89,11 @@ class [[gnu::visibility("hidden")]] Rebuild {
     if (is_done()) {
       return nullptr;
     }
-    for (const auto& read : fields_of_op(chain[step]).reads) {
-      if (read.storage.is_none() || (storage_of(read.storage).address != 0 && read.version == storage_of(read.storage).version)) {
+    for (const auto& read : chain[step]->reads) {
+      if (!read.storage || (read.storage->address != 0 && read.version == read.storage->version)) {
         continue;
       }
-      if (!find_input(read).defined() && !find_snapshot(storage_of(read.storage), read.version).defined()) {
+      if (!find_input(read).defined() && !find_snapshot(*read.storage, read.version).defined()) {
         return &read;
       }
     }
@@ -118,29 +117,29 @@ class [[gnu::visibility("hidden")]] Rebuild {
 
   // Returns another tensor on the storage of an input: whoever holds it keeps the storage from being evicted.
   at::Tensor find_source(const Read& read) const {
-    if (read.storage.is_none()) {
+    if (!read.storage) {
       return built;
     }
     if (auto found = find_input(read); found.defined()) {
       return found;
     }
-    if (auto found = find_snapshot(storage_of(read.storage), read.version); found.defined()) {
+    if (auto found = find_snapshot(*read.storage, read.version); found.defined()) {
       return found;
     }
-    const auto resident = find_resident(storage_of(read.storage));
+    const auto resident = find_resident(*read.storage);
     return resident.defined() ? make_alias(resident) : resident;
   }
 
-  py::object storage;
+  StoragePtr storage;
   int64_t version;
-  std::vector<py::object> chain;
+  std::vector<c10::intrusive_ptr<RecordedOp>> chain;
   size_t step = 0;
   at::Tensor built;
   std::vector<std::pair<Read, at::Tensor>> inputs;
 
  private:
   at::Tensor find_input(const Read& read) const {
-    const auto is_same = [&](const auto& input) { return input.first.storage.is(read.storage) && input.first.version == read.version; };
+    const auto is_same = [&](const auto& input) { return input.first.storage == read.storage && input.first.version == read.version; };
     const auto found = std::find_if(inputs.rbegin(), inputs.rend(), is_same);
     return found == inputs.rend() ? at::Tensor() : found->second;
   }
@@ -167,13 +166,13 @@ void Recomputation::begin_step() {
   step_ops = 0;
 }
 
-void Recomputation::recompute(const py::object& storage) {
+void Recomputation::recompute(const StoragePtr& storage) {
   const OwnOps own(in_block);
-  rebuild(storage, storage_of(storage).version);
+  rebuild(storage, storage->version);
 }
 
-void Recomputation::restore(const py::object& object) {
-  auto& storage = storage_of(object);
+void Recomputation::restore(const StoragePtr& object) {
+  auto& storage = *object;
   const auto version = storage.version++; // nothing reads this one, so the contents before it are rebuilt in new memory
   const OwnOps own(in_block);
   at::Tensor rebuilt;
@@ -190,7 +189,7 @@ void Recomputation::restore(const py::object& object) {
 }
 
 // Returns a tensor with the contents of a version of a storage, rebuilt in new memory.
-at::Tensor Recomputation::rebuild(const py::object& storage, int64_t version) {
+at::Tensor Recomputation::rebuild(const StoragePtr& storage, int64_t version) {
   Stack stack{begin(storage, version)};
   try {
     while (true) {
@@ -215,12 +214,12 @@ at::Tensor Recomputation::rebuild(const py::object& storage, int64_t version) {
 }
 
 // Returns a new rebuild of a storage. All inputs of its ops count as read now, before missing ones are recomputed.
-Rebuild Recomputation::begin(const py::object& storage, int64_t version) {
+Rebuild Recomputation::begin(const StoragePtr& storage, int64_t version) {
   Rebuild begun(storage, version);
   for (const auto& op : begun.chain) {
-    for (const auto& read : fields_of_op(op).reads) {
-      if (!read.storage.is_none()) {
-        memory_.touch(storage_of(read.storage), memory_.clock_s);
+    for (const auto& read : op->reads) {
+      if (read.storage) {
+        memory_.touch(*read.storage, memory_.clock_s);
       }
     }
   }
@@ -229,7 +228,7 @@ Rebuild Recomputation::begin(const py::object& storage, int64_t version) {
 
 void Recomputation::execute(Stack& stack) {
   auto& top = stack.back();
-  const auto& op = fields_of_op(top.chain[top.step]);
+  const auto& op = *top.chain[top.step];
   c10::SmallVector<at::Tensor, 4> sources; // they hold the inputs, so that they are not evicted
   for (const auto& read : op.reads) {
     sources.push_back(top.find_source(read));
@@ -238,7 +237,7 @@ void Recomputation::execute(Stack& stack) {
     }
   }
   // A tensor for results counts with its last size, although an op resizes it only later.
-  make_room(op, op.in_place ? op.room_bytes : std::max<int64_t>(op.room_bytes, storage_of(top.storage).size_bytes), stack);
+  make_room(op, op.in_place ? op.room_bytes : std::max<int64_t>(op.room_bytes, top.storage->size_bytes), stack);
   torch::jit::Stack outputs;
   double taken_s = 0;
   if (!call(op, sources, stack, outputs, taken_s)) {
@@ -254,7 +253,7 @@ void Recomputation::execute(Stack& stack) {
 }
 
 // Makes room for an op. As the last resort, drops inputs that unfinished rebuilds hold, once per op.
-void Recomputation::make_room(const OpFields& op, int64_t room_bytes, Stack& stack) {
+void Recomputation::make_room(const RecordedOp& op, int64_t room_bytes, Stack& stack) {
   bool at_last = false;
   while (!memory_.try_to_make_room(room_bytes, at_last)) {
     if (at_last) {
@@ -268,7 +267,7 @@ void Recomputation::make_room(const OpFields& op, int64_t room_bytes, Stack& sta
 // Executes an op again, until the allocator has memory for it or nothing is left to evict. Returns false if the op may have written
 // before the allocator failed: then the storage that it writes is to be rebuilt from the start.
 bool Recomputation::call(
-    const OpFields& op, c10::ArrayRef<at::Tensor> sources, Stack& stack, torch::jit::Stack& outputs, double& taken_s) {
+    const RecordedOp& op, c10::ArrayRef<at::Tensor> sources, Stack& stack, torch::jit::Stack& outputs, double& taken_s) {
   const auto recorder = borrow(memory_.recorder);
   const auto& operator_ = op.pattern->operator_;
   set_settings(op.pattern->settings);
@@ -306,7 +305,7 @@ bool Recomputation::call(
   return true;
 }
 
-torch::jit::Stack Recomputation::draw_again(const OpFields& op, c10::ArrayRef<at::Tensor> sources) {
+torch::jit::Stack Recomputation::draw_again(const RecordedOp& op, c10::ArrayRef<at::Tensor> sources) {
   const Locked locked(lock_of_draws_);
   const auto [generator, before] = *op.draws;
   const auto now = get_state(generator);
@@ -322,7 +321,7 @@ torch::jit::Stack Recomputation::draw_again(const OpFields& op, c10::ArrayRef<at
 }
 
 // Takes the output of an op of the chain, and keeps its other outputs that saved tensors need.
-void Recomputation::take_outputs(Rebuild& rebuild, const OpFields& op, const torch::jit::Stack& outputs) {
+void Recomputation::take_outputs(Rebuild& rebuild, const RecordedOp& op, const torch::jit::Stack& outputs) {
   ++rebuild.step;
   rebuild.inputs.clear();
   if (op.in_place) {
@@ -332,12 +331,12 @@ void Recomputation::take_outputs(Rebuild& rebuild, const OpFields& op, const tor
   const auto values = is_list ? outputs[0].toListRef() : c10::ArrayRef<c10::IValue>(outputs);
   const at::Tensor* own = nullptr;
   for (const auto& [position, reference] : op.made) {
-    const auto made = steal(PyObject_CallNoArgs(reference.ptr()));
+    const auto made = reference.lock();
     const auto& tensor = values[static_cast<size_t>(position)].toTensor();
-    if (made.is(rebuild.storage)) {
+    if (made == rebuild.storage) {
       own = &tensor; // last, as in the replay
-    } else if (!made.is_none() && storage_of(made).saved > 0 && storage_of(made).address == 0 && storage_of(made).version == 0) {
-      memory_.record_computed(storage_of(made), tensor);
+    } else if (made && made->saved > 0 && made->address == 0 && made->version == 0) {
+      memory_.record_computed(*made, tensor);
     }
   }
   if (own == nullptr) {
@@ -345,9 +344,9 @@ void Recomputation::take_outputs(Rebuild& rebuild, const OpFields& op, const tor
   }
   rebuild.built = *own;
   if (rebuild.is_current()) {
-    memory_.record_computed(storage_of(rebuild.storage), rebuild.built);
+    memory_.record_computed(*rebuild.storage, rebuild.built);
   } else {
-    memory_.add(rebuild.built, py::none(), false);
+    memory_.add(rebuild.built, nullptr, false);
   }
 }
 
@@ -355,7 +354,7 @@ void Recomputation::take_outputs(Rebuild& rebuild, const OpFields& op, const tor
 void Recomputation::abandon(Rebuild& rebuild) {
   const bool is_kept = rebuild.built.defined() && rebuild.is_current();
   rebuild.built.reset();
-  if (auto& storage = storage_of(rebuild.storage); is_kept) {
+  if (auto& storage = *rebuild.storage; is_kept) {
     storage.move_aliases({});
     if (!memory_.drop_base(storage)) {
       memory_.end_holding(storage);
@@ -364,7 +363,7 @@ void Recomputation::abandon(Rebuild& rebuild) {
   memory_.settle();
 }
 
-void Recomputation::count(const OpFields& op, double taken_s) {
+void Recomputation::count(const RecordedOp& op, double taken_s) {
   ++ops;
   seconds += taken_s;
   memory_.clock_s += taken_s;
@@ -400,8 +399,6 @@ py::object recomputation_type() {
           .def_property_readonly("by_module", [](const Recomputation& self) {
             return list(self.by_module, [](const py::object& name) { return py::len(name) > 0 ? py::str(name) : py::str("outside of modules"); });
           })
-          .def("begin_step", &Recomputation::begin_step)
-          .def("recompute", &Recomputation::recompute)
-          .def("restore", &Recomputation::restore));
+          .def("begin_step", &Recomputation::begin_step));
   return *type;
 }

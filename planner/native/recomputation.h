@@ -10,6 +10,9 @@
 
 class [[gnu::visibility("hidden")]] Rebuild;
 
+// Returns a tensor on all bytes of a storage, even if all tensors on it cover only a part.
+at::Tensor view_whole(c10::Storage storage);
+
 // Python's attributes have the same names: `Recomputation` of planner.train.eager.storages describes them.
 class [[gnu::visibility("hidden")]] Recomputation {
  public:
@@ -17,10 +20,10 @@ class [[gnu::visibility("hidden")]] Recomputation {
 
   // Makes the current contents of a storage resident, and the storages that it needs. Throws BudgetError if it does not fit, or more
   // ops than allowed are recomputed.
-  void recompute(const pybind11::object& storage);
+  void recompute(const StoragePtr& storage);
 
   // Restores the current contents of a resident storage that a failed op may have written in part.
-  void restore(const pybind11::object& storage);
+  void restore(const StoragePtr& storage);
 
   void begin_step();
 
@@ -39,15 +42,15 @@ class [[gnu::visibility("hidden")]] Recomputation {
  private:
   using Stack = std::vector<Rebuild>;
 
-  at::Tensor rebuild(const pybind11::object& storage, int64_t version);
-  Rebuild begin(const pybind11::object& storage, int64_t version);
+  at::Tensor rebuild(const StoragePtr& storage, int64_t version);
+  Rebuild begin(const StoragePtr& storage, int64_t version);
   void execute(Stack& stack);
-  void make_room(const OpFields& op, int64_t room_bytes, Stack& stack);
-  bool call(const OpFields& op, c10::ArrayRef<at::Tensor> sources, Stack& stack, torch::jit::Stack& outputs, double& seconds);
-  torch::jit::Stack draw_again(const OpFields& op, c10::ArrayRef<at::Tensor> sources);
-  void take_outputs(Rebuild& rebuild, const OpFields& op, const torch::jit::Stack& outputs);
+  void make_room(const RecordedOp& op, int64_t room_bytes, Stack& stack);
+  bool call(const RecordedOp& op, c10::ArrayRef<at::Tensor> sources, Stack& stack, torch::jit::Stack& outputs, double& seconds);
+  torch::jit::Stack draw_again(const RecordedOp& op, c10::ArrayRef<at::Tensor> sources);
+  void take_outputs(Rebuild& rebuild, const RecordedOp& op, const torch::jit::Stack& outputs);
   void abandon(Rebuild& rebuild);
-  void count(const OpFields& op, double seconds);
+  void count(const RecordedOp& op, double seconds);
 
   const pybind11::object memory_object_, costs_, lock_of_draws_;
   Memory& memory_;

@@ -1,71 +1,18 @@
-// The Python type of records: recorded_op.h describes it.
+// Records of ops: recorded_op.h describes them.
 
 #include "recorded_op.h"
 
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DefaultDtype.h>
-#include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/Storage.h>
-#include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <mutex>
-#include <new>
 
 namespace {
 
 namespace py = pybind11;
 using namespace python_objects;
-
-struct OpObject {
-  PyObject_HEAD
-  OpFields fields;
-};
-
-OpFields& fields_of(PyObject* self) {
-  return reinterpret_cast<OpObject*>(self)->fields;
-}
-
-int visit_fields(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  for (const auto& read : fields_of(self).reads) {
-    Py_VISIT(read.storage.ptr());
-  }
-  Py_VISIT(fields_of(self).references.ptr());
-  return 0;
-}
-
-int clear_fields(PyObject* self) {
-  const auto reads = std::exchange(fields_of(self).reads, {});
-  const auto references = std::exchange(fields_of(self).references, {});
-  return 0;
-}
-
-void drop_op(PyObject* self) {
-  PyObject_GC_UnTrack(self);
-  Py_TRASHCAN_BEGIN(self, drop_op)
-  if (const auto& fields = fields_of(self); fields.pending) {
-    (*fields.pending)[static_cast<size_t>(fields.place)] = nullptr;
-  }
-  fields_of(self).~OpFields();
-  auto* type = Py_TYPE(self);
-  type->tp_free(self);
-  Py_DECREF(type);
-  Py_TRASHCAN_END
-}
-
-// Returns the list of an op's inputs: storages and versions.
-py::object list_references(OpFields& fields) {
-  if (!fields.references) {
-    py::list made;
-    for (const auto& read : fields.reads) {
-      made.append(py::make_tuple(read.storage, read.version));
-    }
-    fields.references = std::move(made);
-  }
-  return fields.references;
-}
 
 at::Tensor view_of(const at::Tensor& source, const Argument& input, const Read& read) {
   auto view = at::detail::make_tensor<c10::TensorImpl>(
@@ -77,72 +24,15 @@ at::Tensor view_of(const at::Tensor& source, const Argument& input, const Read& 
   return view;
 }
 
-py::object list_kept(const OpFields& fields) {
-  py::tuple made(fields.kept.size());
-  for (size_t i = 0; i < fields.kept.size(); ++i) {
-    made[i] = steal(THPStorage_Wrap(fields.kept[i]));
-  }
-  return made;
-}
-
-py::object get_known(const OpFields& fields) {
-  return py::cast(fields.known);
-}
-
-// Returns a value, or Python's error.
-template <typename Made>
-PyObject* return_made(Made make) {
-  try {
-    return py::object(make()).release().ptr();
-  } catch (py::error_already_set& error) {
-    error.restore();
-    return nullptr;
-  }
-}
-
-int set_kept(PyObject* self, PyObject* value, void*) {
-  c10::SmallVector<c10::Storage, 2> kept;
-  for (auto storage : borrow(value).cast<py::tuple>()) {
-    kept.push_back(THPStorage_Unpack(storage.ptr()));
-  }
-  std::swap(fields_of(self).kept, kept);
-  return 0;
-}
-
-template <auto make>
-PyObject* get_made(PyObject* self, void*) {
-  return return_made([&] { return make(fields_of(self)); });
-}
-
-PyGetSetDef* attributes() {
-  static PyGetSetDef found[] = {
-      {"inputs", &get_made<list_references>, nullptr, nullptr, nullptr},
-      {"kept", &get_made<list_kept>, &set_kept, nullptr, nullptr},
-      {"known", &get_made<get_known>, nullptr, nullptr, nullptr},
-      {}};
-  return found;
-}
-
-PyTypeObject* op_type() {
-  static PyType_Slot slots[] = {
-      {Py_tp_dealloc, reinterpret_cast<void*>(&drop_op)}, {Py_tp_traverse, reinterpret_cast<void*>(&visit_fields)},
-      {Py_tp_clear, reinterpret_cast<void*>(&clear_fields)}, {Py_tp_getset, attributes()}, {0, nullptr}};
-  static PyType_Spec spec = {"planner.native.RecordedOp", sizeof(OpObject), 0,
-                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-  static auto* type = reinterpret_cast<PyTypeObject*>(steal(PyType_FromSpec(&spec)).release().ptr());
-  return type;
-}
-
 } // namespace
 
-py::object copy_recorded_op(const OpFields& fields) {
-  auto* type = op_type();
-  auto made = steal(type->tp_alloc(type, 0));
-  new (&fields_of(made.ptr())) OpFields(fields);
-  return made;
+RecordedOp::~RecordedOp() {
+  if (pending) {
+    (*pending)[static_cast<size_t>(place)] = nullptr;
+  }
 }
 
-torch::jit::Stack execute_again(const OpFields& op, c10::ArrayRef<at::Tensor> sources) {
+torch::jit::Stack execute_again(const RecordedOp& op, c10::ArrayRef<at::Tensor> sources) {
   const auto& pattern = *op.pattern;
   torch::jit::Stack stack(pattern.arguments);
   for (size_t i = 0; i < op.reads.size(); ++i) {
@@ -192,6 +82,14 @@ void set_settings(KernelSettings settings) {
   context.setDeterministicCuDNN((settings & 1) != 0);
 }
 
-OpFields& fields_of_op(py::handle record) {
-  return fields_of(record.ptr());
+bool RecordedOp::keep(const TrackedStorage& input) {
+  auto held = input.watch == nullptr ? nullptr : input.watch->memory.lock();
+  if (!held) {
+    return false;
+  }
+  const auto is_same = [&](const c10::Storage& one) { return one.unsafeGetStorageImpl() == held.get(); };
+  if (std::none_of(kept.begin(), kept.end(), is_same)) {
+    kept.emplace_back(std::move(held));
+  }
+  return true;
 }

@@ -1,11 +1,11 @@
-// A record of an op: everything that is needed to execute it again. Python reads a few attributes, which are made then: `RecordedOp` of
-// planner.train.eager.storages. Records were copies of such objects: a list, a named tuple for each input, weak references and numbers,
-// a quarter of the time that recording took.
+// A record of an op: everything that is needed to execute it again. Records were objects with Python's attributes: a list, a named tuple
+// for each input, weak references and numbers, a quarter of the time that recording took.
 
 #pragma once
 
 #include "op_records.h"
 #include "python_objects.h"
+#include "tracked_storage.h"
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -55,7 +55,7 @@ struct KnownOp {
 
 // A tensor that an op has read, without what all ops of its signature share.
 struct [[gnu::visibility("hidden")]] Read {
-  pybind11::object storage; // None if the op writes it in place
+  StoragePtr storage; // null if the op writes it in place
   int64_t version, offset;
   bool conjugated, negated;
 };
@@ -68,27 +68,28 @@ struct Draws {
 at::Tensor get_state(const at::Generator& generator);
 void set_state(at::Generator generator, const at::Tensor& state);
 
-// What is not the pattern's. No `Read` is changed when Python may have seen it.
-struct [[gnu::visibility("hidden")]] OpFields {
+// One execution of an operator: what is not the pattern's.
+struct [[gnu::visibility("hidden")]] RecordedOp final : c10::intrusive_ptr_target {
   std::shared_ptr<const OpPattern> pattern;
-  std::shared_ptr<KnownOp> known; // null for a write in place
-  pybind11::object module;
-  double seconds;
-  std::optional<Draws> draws;
-  std::shared_ptr<struct LedgerIds> ids; // of the ledger that it was entered into, with `ledger_id`; null before
-  pybind11::object references; // the list of inputs, once Python has asked for it
-  c10::SmallVector<Read, 3> reads;
-  c10::SmallVector<c10::Storage, 2> kept;
-  c10::SmallVector<std::pair<int64_t, pybind11::object>, 1> made; // positions of outputs, and weak references to their storages
-  std::shared_ptr<std::vector<OpFields*>> pending; // where it waits for the ledger, at `place`; null if it does not
-  int64_t place, ledger_id, number, room_bytes; // `room_bytes`: of its outputs and its workspace
-  bool recordable, in_place;
+  std::shared_ptr<KnownOp> known{}; // null for a write in place
+  pybind11::object module{};
+  double seconds = 0;
+  std::optional<Draws> draws{};
+  std::shared_ptr<struct LedgerIds> ids{}; // of the ledger that it was entered into, with `ledger_id`; null before
+  c10::SmallVector<Read, 3> reads{};
+  c10::SmallVector<c10::Storage, 2> kept{};
+  c10::SmallVector<std::pair<int64_t, WeakStoragePtr>, 1> made{}; // positions of outputs, and their storages
+  std::shared_ptr<std::vector<RecordedOp*>> pending{}; // where it waits for the ledger, at `place`; null if it does not
+  int64_t place = -1, ledger_id = -1, number = 0, room_bytes = 0; // `room_bytes`: of its outputs and its workspace
+  bool recordable = false, in_place = false;
+
+  explicit RecordedOp(std::shared_ptr<const OpPattern> of) : pattern(std::move(of)) {}
+  RecordedOp(const RecordedOp&) = default;
+  ~RecordedOp() override;
+
+  // Keeps an input that cannot be recomputed in memory; returns false if it is not there.
+  bool keep(const TrackedStorage& input);
 };
 
-// Returns a new record, with the fields of another one, or with those of a pattern that has no storages.
-pybind11::object copy_recorded_op(const OpFields& fields);
-
 // Executes an op again, on tensors that have the storages of its inputs; the stack has its outputs.
-torch::jit::Stack execute_again(const OpFields& op, c10::ArrayRef<at::Tensor> sources);
-
-OpFields& fields_of_op(pybind11::handle record);
+torch::jit::Stack execute_again(const RecordedOp& op, c10::ArrayRef<at::Tensor> sources);

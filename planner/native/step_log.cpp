@@ -79,9 +79,6 @@ py::object step_log_type() {
           .def("__len__", [](const StepLog& log) { return log.ops.size(); })
           .def("get_total", [](const StepLog& log, size_t ops) { return log.totals.at(ops); })
           .def_property_readonly("total", [](const StepLog& log) { return log.totals.back(); })
-          .def("find_storage", [](const StepLog& log, size_t storage) {
-            return storage < log.references.size() ? steal(PyObject_CallNoArgs(log.references[storage].ptr())) : py::none();
-          })
           .def("is_begun_as", &StepLog::is_begun_as)
           // For logs that are made by hand.
           .def("add_storage", &StepLog::add_storage)

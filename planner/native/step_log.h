@@ -4,6 +4,7 @@
 #pragma once
 
 #include "python_objects.h"
+#include "tracked_storage.h"
 
 #include <c10/util/SmallVector.h>
 
@@ -46,7 +47,7 @@ struct [[gnu::visibility("hidden")]] StepLog {
   std::vector<int64_t> sizes_bytes{}, only_saved{}, evicted{};
   std::vector<bool> is_released{};
   std::vector<std::pair<int64_t, size_t>> unpacked{}, released{};
-  std::vector<pybind11::object> references{}; // weak, to the storages
+  std::vector<WeakStoragePtr> references{};
   std::shared_ptr<StepLog> followed{};
 };
 

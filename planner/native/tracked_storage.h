@@ -1,19 +1,26 @@
-// The storage of a tensor and its views, in memory or not, with the attributes of `TrackedStorage` of planner.train.eager.storages.
-// Numbers are not objects here, and the lists are made when they are needed: each op reads and makes several.
+// The storage of a tensor and its views, in memory or not.
+//
+// An in-place write makes another version of the contents. The chain has the op that made each version, so that the contents can be
+// recomputed: all versions from the first one on, in the same memory.
 
 #pragma once
-
-#include "python_objects.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/SmallVector.h>
+#include <c10/util/intrusive_ptr.h>
 
+#include <iterator>
 #include <memory>
+#include <utility>
 #include <vector>
 
+struct RecordedOp;
 struct TrackedStorage;
 struct Watch;
+using StoragePtr = c10::intrusive_ptr<TrackedStorage>;
+using WeakStoragePtr = c10::weak_intrusive_ptr<TrackedStorage>;
+using Chain = c10::SmallVector<c10::intrusive_ptr<RecordedOp>, 1>;
 using Watches = std::vector<std::pair<c10::StorageImpl*, Watch*>>; // with their memory, whose count is read without the watch
 
 // Notes when memory is freed. PyTorch's weak references tell that if they are asked. A Python object for each storage would tell it
@@ -32,23 +39,41 @@ struct LedgerIds {
   std::vector<int64_t> dropped; // since the ledger was told
 };
 
-struct [[gnu::visibility("hidden")]] TrackedStorage {
-  PyObject_HEAD
-  PyObject* weak_references;
-  long long size_bytes, version, address, saved, last_read, checked, step, number;
-  double touched_s;
-  bool pinned, barred, evicted;
-  PyObject* snapshots; // None or null if there is none
-  c10::SmallVector<pybind11::object, 1> chain; // records
-  Watch* watch; // null if it is not in memory
-  struct SavedTensor* first; // of a list
-  int64_t ledger_id;
+struct [[gnu::visibility("hidden")]] TrackedStorage final : c10::intrusive_ptr_target {
+  int64_t size_bytes; // 0 on devices whose memory is not budgeted
+  int64_t version = 0; // number of in-place writes since the first contents
+  int64_t address = 0; // in memory; 0 if it is not there
+  int64_t saved = 0; // number of saved tensors, of which each has an alias that keeps the storage in memory
+  size_t saved_place = 0; // in `Sources::saved`
+  int64_t last_read = -1; // the last version that a recorded op has read
+  int64_t checked = 0; // `Memory::overwrites` when it was last checked that its contents can be recomputed
+  int64_t step = 0, number = 0; // in the log
+  double touched_s = 0;
+  bool pinned; // the current contents cannot be recomputed, and are kept
+  bool barred = false, evicted = false;
+  std::vector<std::pair<int64_t, at::Tensor>> snapshots; // earlier contents, by version, of a pinned storage
+  Chain chain;
+  Watch* watch = nullptr; // null if it is not in memory
+  struct SavedTensor* first = nullptr; // of a list
+  int64_t ledger_id = -1;
   std::shared_ptr<LedgerIds> ids; // of the ledger in which it has that id; null before it is entered
   at::Tensor base; // keeps recomputed contents in memory
+  std::shared_ptr<std::vector<TrackedStorage*>> all; // of its memory
+  size_t place; // among them
+
+  TrackedStorage(int64_t bytes, bool is_pinned, std::shared_ptr<std::vector<TrackedStorage*>> of);
+  ~TrackedStorage() override;
+
+  void release_resources() override;
 
   // Returns whether the runtime keeps it in memory, and may free it if nothing else holds it.
   bool is_owned() const {
     return !pinned && (base.defined() || (saved > 0 && address != 0));
+  }
+
+  // Returns whether the contents of a version can be recomputed by the chain.
+  bool is_recomputable(int64_t of_version) const {
+    return of_version < std::ssize(chain);
   }
 
   // Pins it, and drops the records and copies to recompute it.
@@ -57,17 +82,6 @@ struct [[gnu::visibility("hidden")]] TrackedStorage {
   // Moves the aliases of saved tensors to the storage of a tensor, or to none: then they keep their geometry only.
   void move_aliases(const at::Tensor& tensor);
 };
-
-inline TrackedStorage& storage_of(pybind11::handle object) {
-  return *reinterpret_cast<TrackedStorage*>(object.ptr());
-}
-
-inline pybind11::object object_of(TrackedStorage& storage) {
-  return python_objects::borrow(reinterpret_cast<PyObject*>(&storage));
-}
-
-PyTypeObject* tracked_storage_type();
-pybind11::object new_tracked_storage(int64_t size_bytes, bool pinned);
 
 // Returns the copy of the contents of a version; an undefined tensor if there is none.
 at::Tensor find_snapshot(const TrackedStorage& storage, int64_t version);

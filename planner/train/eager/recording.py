@@ -19,9 +19,8 @@ from planner.train.eager.device_costs import OpCosts
 from planner.train.eager.modules import CurrentModule
 from planner.train.eager.operators import Operator
 from planner.train.eager.sizes import KnownOp, OutputSizes, bound_data_dependent_bytes, may_take_free_memory
-from planner.train.eager.sources import Sources
 from planner.train.eager.step_follower import StepFollower
-from planner.train.eager.storages import Memory, Recomputation, TrackedStorage
+from planner.train.eager.storages import Memory, Recomputation, Sources
 
 # Records are dropped when no tensor is saved, but only if there are more of them than this.
 FEW_OPS = 64
@@ -41,13 +40,13 @@ class Recorder:
         memory: the budgeted memory.
         sizes: sizes of outputs, by signature.
         recomputation: executes recorded ops.
+        sources: the saved tensors of autograd, and what they can be recomputed from.
         max_recomputation: the most ops that may be recomputed in a step, as a multiple of the ops of the step.
         follower: logs steps, and follows their plans.
         costs: measures ops.
 
     Attributes:
         is_closed: the block has ended.
-        sources: the saved tensors of autograd, and what they can be recomputed from.
         module: the module that is running.
     """
 
@@ -56,6 +55,7 @@ class Recorder:
         memory: Memory,
         sizes: OutputSizes,
         recomputation: Recomputation,
+        sources: Sources,
         max_recomputation: float,
         follower: StepFollower,
         costs: OpCosts,
@@ -67,7 +67,7 @@ class Recorder:
         self.follower = follower
         self.costs = costs
         self.is_closed = False
-        self.sources = Sources(memory, recomputation)
+        self.sources = sources
         self.module = CurrentModule()
         self._operators: dict[int, Operator] = {}
 
@@ -91,46 +91,20 @@ class Recorder:
 
     # After an op.
 
-    def recover(
-        self,
-        operator: Operator,
-        written: Sequence[TrackedStorage],
-        error: BaseException,
-    ) -> bool:
+    def recover(self, operator: Operator, error: BaseException, can_undo: bool) -> bool:  # noqa: FBT001 - called from C++
         """Evict if the allocator had no memory for an op; return True if the op can be executed again.
 
-        Otherwise what it may have written in part is kept: it cannot be recomputed.
+        It can be if what it may have written before the allocator failed can be undone.
         """
-        in_part: Sequence[TrackedStorage] = () if operator.allocates_first else written
         again = False
-        try:
-            again = self._can_retry(operator, in_part, error)
-            if again:
-                for storage in in_part:
-                    self.recomputation.restore(storage)
-                self.costs.forget_failures()
-            elif isinstance(error, Exception):
-                mark_as_raised_by_op(error)
-        finally:
-            if not again:
-                for storage in written:  # an error of another kind may come in the middle of any kernel
-                    storage.version += 1
-                    self.sources.pin(storage)
+        if isinstance(error, Exception) and find_allocator_failure(error) is not None:
+            if can_undo:
+                again = self.evict_after(error)
+            else:
+                error.add_note(_NOT_AGAIN.format(operator.function))
+        if isinstance(error, Exception) and not again:
+            mark_as_raised_by_op(error)
         return again
-
-    def _can_retry(self, operator: Operator, in_part: Sequence[TrackedStorage], error: BaseException) -> bool:
-        """Evict if the allocator had no memory for an op; return True if the op can be executed again.
-
-        If it may have written before the allocator failed, the storages must be recomputable, and the caller restores them.
-        """
-        if not isinstance(error, Exception) or find_allocator_failure(error) is None:
-            return False
-        if not operator.allocates_first and not (
-            in_part and all(storage.is_recomputable(storage.version) for storage in in_part)
-        ):
-            error.add_note(_NOT_AGAIN.format(operator.function))
-            return False
-        return self.evict_after(error)
 
     def evict_after(self, error: BaseException) -> bool:
         """Evict as many bytes as the allocator lacked, if `error` is its failure; return True if the op can be retried.
@@ -154,7 +128,7 @@ class Recorder:
             for part in list_strided_parts(output) if isinstance(output, torch.Tensor) else ():
                 if type(part) is torch.Tensor and (address := storage_address(part)) not in made:
                     made.add(address)
-                    if self.memory.find(part) is None:
+                    if self.memory.find_bytes(part) is None:
                         yield position, part
 
     # Room.
@@ -213,7 +187,7 @@ class Recorder:
 
     def begin_step(self) -> None:
         """Drop all records if no tensor is saved, unless there are few of them, because that takes time."""
-        if self.memory.recorded > FEW_OPS and 4 * self.memory.recorded > len(self.memory.resident):
+        if self.memory.recorded > FEW_OPS and 4 * self.memory.recorded > self.memory.resident:
             self.forget()
             self.recomputation.begin_step()
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Self
 
@@ -143,10 +144,12 @@ class Rematerialization:
         costs = create_costs(self._device)
         recomputation = library.recomputation(memory, self._max_recomputation, costs, LOCK)
         follower = StepFollower(StepPlans(memory.budget_bytes, library.step_log), memory)
-        self._recorder = recorder = Recorder(memory, sizes, recomputation, self._max_recomputation, follower, costs)
+        self._recorder = recorder = Recorder(
+            memory, sizes, recomputation, library.sources(memory, recomputation), self._max_recomputation, follower, costs
+        )
         self._recording = recording = NativeRecording(recorder)
         for tensor in tensors:
-            if memory.find(tensor) is None:
+            if memory.find_bytes(tensor) is None:
                 memory.add(tensor)
         del tensors
         memory.live_bytes = max(memory.live_bytes, costs.get_in_use_bytes())  # including memory that Python does not know of
@@ -356,10 +359,8 @@ class Rematerialization:
 
 def _iterate_tensors(device: torch.device) -> Iterator[torch.Tensor]:
     """Yield the tensors on `device` that Python knows of, and their gradients; none that wrap others, as captures leave some."""
-    stored = wait_for_library().tracked_storage
-    for value in gc.get_objects():
-        if type(value) is stored:  # of another block, which holds what autograd has saved there
-            value = value.find_alias()
+    saved = wait_for_library().memory.list_aliases()  # in other blocks
+    for value in chain(saved, gc.get_objects()):
         if issubclass(type(value), torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
             if is_functorch_wrapped(value) or is_functional_tensor(value):
                 continue

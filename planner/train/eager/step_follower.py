@@ -44,11 +44,10 @@ class StepFollower:
             return False
         offered = self.plans.get_offered()
         for number in tuple(offered):
-            storage = log.find_storage(number)
-            if storage is None or not storage.is_owned():
+            evicted = self.memory.evict_logged(number)
+            if evicted is not False:
                 del offered[number]
-            elif self.memory.evict(storage):
-                del offered[number]
+            if evicted:
                 self.plans.borrows = log.followed is None
                 return True
         return False

@@ -82,9 +82,6 @@ class StepLog(Protocol):
     def is_begun_as(self, log: "StepLog") -> bool:
         """Return True if its first ops are those of an unfinished step."""
 
-    def find_storage(self, storage: int) -> Any:
-        """Return the ``TrackedStorage`` with a number; None if it was dropped, or is not used yet."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:

@@ -1,11 +1,10 @@
-"""What the C++ library tells Python of the memory, of recomputation, of storages and of recorded ops (``planner/native``)."""
+"""What the C++ library tells Python of the memory, of recomputation and of what it begins with (``planner/native``)."""
 
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from planner.train.eager.sizes import KnownOp
 from planner.train.eager.step_log import StepLog
 
 
@@ -30,7 +29,7 @@ class Memory(Protocol):
         clock: returns the time in seconds; None for the real time.
         pending: number of ops that were recorded since the ledger was last used; they are entered into it before its next use.
         log: the log of the current step; None if no step runs, or it is not logged.
-        resident: the resident storages by address.
+        resident: number of resident storages.
     """
 
     budget_bytes: int
@@ -50,19 +49,20 @@ class Memory(Protocol):
     clock: Callable[[], float] | None
     pending: int
     log: StepLog | None
-    resident: "dict[int, TrackedStorage]"
+    resident: int
 
-    def find(self, tensor: torch.Tensor) -> "TrackedStorage | None":
-        """Return the storage of `tensor`; None if it is not known."""
+    def find_bytes(self, tensor: torch.Tensor) -> int | None:
+        """Return the size of the storage of `tensor`, 0 on devices whose memory is not budgeted; None if it is not known."""
 
-    def add(self, tensor: torch.Tensor, *, visible: bool = True) -> "TrackedStorage":
-        """Record the storage of `tensor`, which cannot be recomputed, and return it; only the runtime reads an invisible one."""
+    @staticmethod
+    def list_aliases() -> list[torch.Tensor]:
+        """Return tensors on the resident storages of all that autograd has saved in blocks."""
 
-    def allow(self, storage: "TrackedStorage") -> None:
-        """Update in the ledger if `storage` may be evicted: the runtime must own it."""
+    def add(self, tensor: torch.Tensor) -> None:
+        """Record the storage of `tensor`, which cannot be recomputed."""
 
     def forget(self) -> None:
-        """Pin all resident storages, and drop the records to recompute them, which no saved tensor needs any more."""
+        """Pin all storages, and drop the records to recompute them, which no saved tensor needs any more."""
 
     def settle(self) -> None:
         """Record the storages that were freed since the last call."""
@@ -76,8 +76,8 @@ class Memory(Protocol):
     def evict_bytes(self, size_bytes: int) -> bool:
         """Evict until `size_bytes` are free, or nothing is left to evict; return True if anything was evicted."""
 
-    def evict(self, storage: "TrackedStorage") -> bool:
-        """Evict `storage`, and return True; return False if it is in use or not resident."""
+    def evict_logged(self, storage: int) -> bool | None:
+        """Evict a storage by its number in the log, and return True; False if it is in use, None if it no longer can be."""
 
 
 class Recomputation(Protocol):
@@ -99,70 +99,22 @@ class Recomputation(Protocol):
     def begin_step(self) -> None:
         """Start to count the ops of a step."""
 
-    def recompute(self, storage: "TrackedStorage") -> None:
-        """Make the current contents of `storage` resident; raise BudgetError if that does not fit or takes too many ops."""
 
-    def restore(self, storage: "TrackedStorage") -> None:
-        """Restore the current contents of a resident storage that a failed op may have written in part, likewise."""
-
-
-class TrackedStorage(Protocol):
-    """The storage of a tensor and its views, resident or not.
-
-    An in-place write makes another version of the contents. The chain has the op that made each version, so that the contents can
-    be recomputed: all versions from the first one on, in the same memory.
+class Sources(Protocol):
+    """The saved tensors of autograd, and what they can be recomputed from (``planner/native/sources.cpp``).
 
     Attributes:
-        size_bytes: size; 0 on devices whose memory is not budgeted.
-        version: number of in-place writes since the first contents.
-        chain: the op that made each version.
-        pinned: the current contents cannot be recomputed, and are kept.
-        address: address of the resident storage; 0 if it is not resident.
-        saved: number of saved tensors, of which each has an alias that keeps the storage in memory.
-        last_read: the last version that a recorded op has read.
-        snapshots: earlier contents of a pinned storage, by version.
-        checked: ``Memory.overwrites`` when it was last checked that its contents can be recomputed.
+        saved: number of storages with saved tensors.
+        pinned: number of storages that were pinned since their ops were recorded.
+        copies: number of storages that were copied before they were overwritten.
     """
 
-    size_bytes: int
-    version: int
-    chain: "tuple[RecordedOp, ...]"
-    pinned: bool
-    address: int
     saved: int
-    last_read: int
-    snapshots: dict[int, torch.Tensor] | None
-    checked: int
+    pinned: int
+    copies: int
 
-    def drop_records(self) -> None:
-        """Pin it, and drop the records and copies to recompute it."""
+    def forget(self) -> None:
+        """Begin again, because no tensor is saved."""
 
-    def is_recomputable(self, version: int) -> bool:
-        """Return True if the contents of `version` can be recomputed by the chain."""
-
-    def has_copy(self, version: int) -> bool:
-        """Return True if there is a copy of the contents of `version`."""
-
-    def get_storage(self) -> torch.UntypedStorage | None:
-        """Return the storage in memory; None if it is not resident."""
-
-    def is_owned(self) -> bool:
-        """Return True if the runtime keeps it in memory, and may free it if nothing else holds it."""
-
-    def find_alias(self) -> torch.Tensor | None:
-        """Return an alias that keeps the storage in memory; None if there is none."""
-
-
-class RecordedOp(Protocol):
-    """One execution of an operator, with everything that is needed to execute it again.
-
-    Attributes:
-        inputs: the tensors among its arguments, in order: storages and the versions of their contents. The storage is None if
-            the op itself writes it in place: the one that is being rebuilt.
-        kept: the storages of inputs that cannot be recomputed.
-        known: the facts about its signature.
-    """
-
-    inputs: list[tuple[TrackedStorage | None, int]]
-    kept: tuple[torch.UntypedStorage, ...]
-    known: KnownOp
+    def forget_unneeded(self) -> None:
+        """Drop the records of storages that no saved tensor is computed from, and pin these storages."""

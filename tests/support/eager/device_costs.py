@@ -14,14 +14,15 @@ class Costs(DeviceCosts):
 
     Attributes:
         taken_bytes: bytes that each op takes, with its outputs.
-        ops: number of ops that the recorder has executed.
+        started: the signatures of the ops that the recorder has executed.
         measured: number of ops that were measured.
         blocks: bytes of the blocks that were asked for.
     """
 
     def __init__(self, taken_bytes: int = 0) -> None:
         self.taken_bytes = taken_bytes
-        self.ops = self.measured = 0
+        self.measured = 0
+        self.started: list[KnownOp] = []
         self.blocks: list[int] = []
         self._device = torch.device("cpu", 0)
         self._measured = defaultdict(_Measured)
@@ -34,7 +35,7 @@ class Costs(DeviceCosts):
         return None
 
     def start(self, known: KnownOp) -> bool:
-        self.ops += 1
+        self.started.append(known)
         return super().start(known)
 
     def begin(self) -> bool:

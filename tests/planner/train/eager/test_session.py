@@ -251,7 +251,7 @@ def test_sparse_gradients_are_eager_pytorchs_and_count() -> None:
                 gradient = embedding.weight.grad.coalesce()
                 if session is not None:
                     memory = session.debug.memory
-                    assert memory.find(gradient.values()).size_bytes == 256 * 64 * 4
+                    assert memory.find_bytes(gradient.values()) == 256 * 64 * 4
                 optimizer.step()
                 optimizer.zero_grad()
         return [gradient.to_dense(), embedding.weight, *(p.grad for p in model.parameters())]
@@ -920,7 +920,7 @@ class FullDevice(Costs):
         return torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size_bytes} bytes")
 
     def check_memory(self, function: object) -> None:
-        if self.ops == self.unserved_at:
+        if len(self.started) == self.unserved_at:
             raise BudgetError(f"{function} had no memory for a workspace")
 
 
@@ -986,6 +986,36 @@ def test_a_block_counts_what_autograd_has_saved_in_an_earlier_one() -> None:
     loss.backward()
 
 
+def test_contents_written_with_each_others_are_freed_with_their_step() -> None:
+    """The garbage collector is not needed."""
+    weight, batches, held = torch.randn(64, 64, requires_grad=True), [torch.randn(64, 64) for _ in range(6)], set()
+    gc.disable()
+    try:
+        with rematerialize("1GB") as session:
+            while batches:
+                batch, x = batches.pop(), weight * 2
+                for _ in range(20):
+                    x += torch.tanh(x.clone() @ batch)
+                x.square().mean().backward()
+                weight.grad = batch = x = None
+                held.add(session.debug.memory.live_bytes - sum(batch.nbytes for batch in batches))
+    finally:
+        gc.enable()
+    assert len(held) == 1
+
+
+def test_records_of_a_step_longer_than_the_stack_are_dropped() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with rematerialize("1GB") as session:
+        held = x.exp()  # the step has not ended
+        with torch.no_grad():
+            for _ in range(60_000):
+                x = x.sin()
+        assert session.debug.memory.recorded > 60_000
+        del x
+    del held
+
+
 @pytest.mark.slow
 def test_memory_stays_flat_over_a_thousand_steps() -> None:
     model = chain(6, 32)
@@ -999,7 +1029,7 @@ def test_memory_stays_flat_over_a_thousand_steps() -> None:
             if step in (300, 999):
                 gc.collect()
                 memory = session.debug.memory
-                sizes.append((len(memory.resident), len(gc.get_objects()), memory.live_bytes))
+                sizes.append((memory.resident, len(gc.get_objects()), memory.live_bytes))
     assert session.evictions > 0
     (storages, objects, live), (last_storages, last_objects, last_live) = sizes
     assert last_storages <= storages + 50

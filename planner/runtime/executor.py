@@ -142,7 +142,7 @@ class Executor:
 
     @cached_property
     def _expected(self) -> list[tuple[object, ...]]:
-        """What the step needs of its inputs, as ``_describe_leaf``."""
+        """Facts that the step needs of its inputs, as ``_describe_leaf``."""
         planned = ((self.graph.tensors[source.tensor], int(source.name)) for source in self.inputs)
         return [
             (tensor.shape, getattr(torch, tensor.dtype), self.signature.devices[leaf], self.signature.trained[leaf])

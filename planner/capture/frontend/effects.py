@@ -185,11 +185,7 @@ def check_effects(
         if change in ("never", "once") or (effect in counted and effect.number is not None) or effect in unsettled:
             continue
         if effect.is_read(guarded) and not isinstance(effect.value, RemovableHandleVariable):  # a hook is of its step alone
-            message = (
-                f"{make_readable(effect.name, local, scope)} changes at every step{effect.where}, and the step reads it: in a "
-                "plan it would stay as it is now. Make it a tensor that is changed in place (a buffer, with add_), pass it with "
-                "the batch as a tensor, or change it outside of what is planned"
-            )
+            message = _describe_change(effect, local, scope)
             if effect in counted:
                 raise CountingError(message, frozenset().union(*(each.names & guarded for each in counted)))
             raise TraceError(message)
@@ -209,6 +205,14 @@ def _is_only_asked_for(effect: Effect, local: Scope, scope: Scope) -> bool:
         return False
     now = value.as_proxy().node.meta["example_value"]
     return (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
+
+
+def _describe_change(effect: Effect, local: Scope, scope: Scope) -> str:
+    return (
+        f"{make_readable(effect.name, local, scope)} changes at every step{effect.where}, and the step reads it: in a plan it "
+        "would stay as it is now. Make it a tensor that is changed in place (a buffer, with add_), pass it with the batch as a "
+        "tensor, or change it outside of what is planned"
+    )
 
 
 def _warn_of_set_value(effect: Effect, local: Scope, scope: Scope) -> None:

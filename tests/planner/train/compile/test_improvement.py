@@ -183,16 +183,21 @@ def times_in_steps(monkeypatch: pytest.MonkeyPatch, *factors: float) -> None:
     monkeypatch.setattr(OpTimer, "compute_times_s", times_s)
 
 
+def plan_with_proof(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Batch, planner.PlannedStep]:
+    """Return a model, its batch and its step, whose plan is proved for other times than ops take in steps."""
+    in_processes(monkeypatch, Scripted)
+    monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", 0.0)
+    times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
+    model, batch = model_and_batch()
+    return model, batch, planned(model, batch, wait=Wait(gap=0.01, seconds=60.0))
+
+
 def proof(plan: Plan) -> tuple[object, ...]:
     return plan.status, plan.gap, plan.bound_s, plan.time_s, str(plan)
 
 
 def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_processes(monkeypatch, Scripted)
-    monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", 0.0)
-    times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
-    model, batch = model_and_batch()
-    step = planned(model, batch, wait=Wait(gap=0.01, seconds=60.0))
+    model, batch, step = plan_with_proof(monkeypatch)
     first = step.plan
     assert first.gap <= 0.01 and "for the costs measured alone" in str(first)
     for seed in range(5):
@@ -218,11 +223,7 @@ def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypat
 
 @pytest.mark.parametrize("slower", [0.0, 0.01])
 def test_no_proof_is_lost_to_a_solve_that_proves_another_order(slower: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_processes(monkeypatch, Scripted)
-    monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", 0.0)
-    times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
-    model, batch = model_and_batch()
-    step = planned(model, batch, wait=Wait(gap=0.01, seconds=60.0))
+    model, batch, step = plan_with_proof(monkeypatch)
     first = step.plan
     assert_trains_as_eager(step, model, batch, range(4))
     job = Scripted.jobs[-1]

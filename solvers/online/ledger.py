@@ -7,10 +7,10 @@ dynamic tensor rematerialization (DTR, Kirisame et al., ICLR 2021).
 Ids are used again once a storage is dropped, so that a long run takes no more memory than what it has alive. A storage that is
 dropped for good pins what was computed from it, since that could not be recomputed any more.
 
-Each choice scores all that may be evicted, as in DTR's simulator. Tried before: to sort them by bounds on their scores, so that a
-choice looks at about the square root of their number. That took as many lines as the rest of the ledger, and less time only with
-more storages than the replay of a graph has; the eager runtime has a ledger of its own (``planner/native/ledger.cpp``). To draw a
-sample of the candidates, or to ignore small ones, as DTR proposes, changes the choice.
+Each choice looks at all that may be evicted, as in DTR's simulator. Tried before: to sort them by bounds on their scores, so that
+a choice looks at about the square root of their number, and to keep the costs of neighbourhoods until they change. That was more
+than half of the lines here, and took more time for most steps; the eager runtime has a ledger of its own
+(``planner/native/ledger.cpp``). To draw a sample of the candidates, or to ignore small ones, as DTR proposes, changes the choice.
 """
 
 from collections.abc import Iterable, Sequence
@@ -181,9 +181,7 @@ class Ledger(Storages):
         candidates = np.flatnonzero(self.evictable)
         if not len(candidates):
             return None
-        scores = self.heuristic.score(candidates, now_s)
-        least = scores.min()
-        tied = candidates[scores == least]
+        tied, least = self.heuristic.select_least(candidates, now_s)
         since = self.since[tied]
         chosen = int(tied[since.argmin() if least == 0 else since.argmax()])
         self.heuristic.note_chosen(chosen)

@@ -103,13 +103,10 @@ class Heuristic(ABC):
         """Prepare for the storages of an empty ledger, whose heuristic it is from now on."""
         self.storages = storages
 
-    def grow(self, capacity: int) -> None:  # noqa: B027 (not all have arrays)
-        """Make room for `capacity` storages."""
-
-    def note_added(self, storage: int) -> None:  # noqa: B027
+    def note_added(self, storage: int) -> None:  # noqa: B027 (not all listen)
         """Record a new storage; its id is the next one, or that of a dropped storage."""
 
-    def note_evicted(self, storage: int) -> None:  # noqa: B027 (not all listen)
+    def note_evicted(self, storage: int) -> None:  # noqa: B027
         """Record that `storage` was evicted."""
 
     def note_restored(self, storage: int) -> None:  # noqa: B027
@@ -160,34 +157,26 @@ class RandomScores(Heuristic):
     """
 
     def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._now = 0.0  # when the last one fired
-        self._next: Floats = np.zeros(0)  # when each storage fires next, if that is later
-        self._drawn: Ints = np.zeros(0, dtype=np.int64)
-
-    def grow(self, capacity: int) -> None:
-        """Make room for `capacity` storages."""
-        more = capacity - len(self._next)
-        self._next = np.concatenate([self._next, np.zeros(more)])
-        self._drawn = np.concatenate([self._drawn, np.zeros(more, dtype=np.int64)])
+        self._seed, self._now = seed, 0.0  # when the last one fired
+        self._next: dict[int, float] = {}  # when each storage fires next, if that is later
+        self._drawn: dict[int, int] = {}
 
     def note_added(self, storage: int) -> None:
         """Begin the process of a new storage."""
-        self._next[storage] = self._now
-        self._drawn[storage] = 0
+        self._next[storage], self._drawn[storage] = self._now, 0
 
     def note_chosen(self, storage: int) -> None:
         """Go on to the time at which `storage` fires."""
-        self._now = float(self._next[storage])
+        self._now = self._next[storage]
 
     def score(self, storages: Ints, now_s: float) -> Floats:
         """Advance the processes of `storages` beyond the present, and return the time at which each fires next."""
-        fired = storages
-        while len(fired := fired[self._next[fired] <= self._now]):
-            draws = hash_to_uniform(np.array([self._seed]), self.storages.origin[fired], self._drawn[fired])
-            self._next[fired] -= np.log1p(-draws)
-            self._drawn[fired] += 1
-        return self._next[storages]
+        for storage in storages.tolist():
+            while self._next[storage] <= self._now:
+                numbers = np.array([[self._seed], [self.storages.origin[storage]], [self._drawn[storage]]])
+                self._next[storage] -= float(np.log1p(-hash_to_uniform(*numbers))[0])
+                self._drawn[storage] += 1
+        return np.array([self._next[storage] for storage in storages.tolist()])
 
 
 def hash_to_uniform(*numbers: Ints) -> Floats:

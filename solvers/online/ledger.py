@@ -202,4 +202,3 @@ class Ledger(Storages):
         for name in ("size_bytes", "own_s", "touched_s", "origin", "since", "again", "live", "evictable"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros(more, dtype=array.dtype)]))
-        self.heuristic.grow(capacity)

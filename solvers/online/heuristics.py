@@ -15,10 +15,12 @@ Known weakness of h_DTR-eq, as published: a class that was merged is never split
 longer connected. ``CostByRegions`` has the exact neighbourhoods, at more work for each eviction.
 """
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import reduce
 
 import numpy as np
 
@@ -245,6 +247,11 @@ class _Class:
     joined: int = 1
 
 
+def _add_up(costs_s: Iterable[float]) -> float:
+    """Return the sum of costs, added one by one: ``sum`` rounds otherwise since Python 3.12, and NumPy's in blocks."""
+    return reduce(operator.add, costs_s, 0.0)
+
+
 class CostByClasses(Cost):
     """The cost with classes of a union-find as neighbourhood: a cheap estimate, as classes are never split."""
 
@@ -301,7 +308,7 @@ class CostByClasses(Cost):
 
     def compute_cost_around_s(self, neighbours: Iterable[int]) -> float:
         """Return the cost of a storage's neighbourhood."""
-        return sum((self.classes[label].cost_s for label in sorted(self._list_labels(neighbours))), 0.0)
+        return _add_up(self.classes[label].cost_s for label in sorted(self._list_labels(neighbours)))
 
 
 class CostByRegions(Cost):
@@ -316,8 +323,7 @@ class CostByRegions(Cost):
         total = np.zeros(len(storages))
         for onward in (known.parents, *((known.children,) if self.descendants else ())):
             for i, storage in enumerate(storages.tolist()):
-                own_s = known.own_s[self._list_reachable(storage, onward)]
-                total[i] += own_s.cumsum()[-1] if len(own_s) else 0.0  # one by one: a sum would round otherwise
+                total[i] += _add_up(known.own_s[self._list_reachable(storage, onward)].tolist())
         return total
 
     def _list_reachable(self, storage: int, onward: list[dict[int, None]]) -> list[int]:
@@ -362,4 +368,4 @@ class Interpreter(CostByClasses):
     def compute_cost_around_s(self, neighbours: Iterable[int]) -> float:
         """Return the sum over the evicted neighbours of their class, or of themselves if they cost more."""
         evicted = [n for n in neighbours if n in self.label]
-        return sum((max(self.classes[self.label[n]].cost_s, float(self.storages.own_s[n])) for n in evicted), 0.0)
+        return _add_up(max(self.classes[self.label[n]].cost_s, float(self.storages.own_s[n])) for n in evicted)

@@ -75,18 +75,13 @@ def make_heuristic(name: str, seed: int = 0) -> "Heuristic":
 class Heuristic(ABC):
     """A choice of the evicted storage, the one of least score; it is notified of evictions and recomputations.
 
-    A score may fall as time passes. It rises when a storage is read. If it falls for another reason, the heuristic calls
-    ``Storages.note_fallen``.
-
     Attributes:
-        bounded: True if that holds; otherwise all candidates are scored for each choice.
         keeps_siblings: True if an op that is recomputed for one output leaves the others in memory too.
         keeps_random: True if outputs of random ops are never evicted.
         least_bytes: storages of up to this size are never evicted.
         counts_bytes: True if it estimates the time of an op from the bytes read and written.
     """
 
-    bounded = True
     keeps_siblings = True
     keeps_random = False
     least_bytes = -1
@@ -304,7 +299,7 @@ class CostByClasses(Cost):
         left.members.discard(storage)
         self.label[storage] = -1
         self.costs.outdated[storage] = True
-        self.storages.note_fallen(self._mark_changed(left))
+        self._mark_changed(left)
         if not left.members:
             del self.classes[label]
         for n in self.list_neighbours(storage):
@@ -336,24 +331,19 @@ class CostByClasses(Cost):
             into.joined += len(merged.members)
             into.cost_s += merged.cost_s
             into.around = _unite(into.around, merged.around)
-            self.storages.work += len(merged.members)
         return into
 
-    def _mark_changed(self, changed: _Class) -> set[int]:
-        """Mark the costs of storages around a class as out of date, and return them."""
+    def _mark_changed(self, changed: _Class) -> None:
+        """Mark the costs of storages around a class as out of date."""
         gone = self.storages.gone
         changed.around = {storage for storage in changed.around if not gone[storage]}
-        self.storages.work += len(changed.around)
         self.costs.outdated[list(changed.around)] = True
-        return changed.around
 
     def compute_neighbourhood_s(self, storages: Ints) -> Floats:
         """Return the sum over the distinct classes of the evicted neighbours of each storage."""
         costs = self.costs
         for storage in storages[costs.outdated[storages]].tolist():
-            around = self.list_neighbours(storage)
-            self.storages.work += len(around)
-            costs.cost_s[storage] = self.compute_cost_around_s(around)
+            costs.cost_s[storage] = self.compute_cost_around_s(self.list_neighbours(storage))
             costs.outdated[storage] = False
         return costs.cost_s[storages]
 
@@ -399,7 +389,7 @@ class CostByRegions(Cost):
 
     def note_restored(self, storage: int) -> None:
         """Mark the costs that included `storage`, and its own, as out of date."""
-        self.storages.note_fallen(self._mark_changed(storage))
+        self._mark_changed(storage)
 
     def note_related(self, parent: int, child: int) -> None:
         """Mark the costs on both sides of the evicted one as out of date."""
@@ -410,15 +400,13 @@ class CostByRegions(Cost):
         """Mark the costs that include `storage` as out of date."""
         self._mark_changed(storage)
 
-    def _mark_changed(self, storage: int) -> set[int]:
-        """Mark costs as out of date, and return the storages that they are of."""
-        known, changed = self.storages, set()
+    def _mark_changed(self, storage: int) -> None:
+        """Mark costs as out of date."""
+        known = self.storages
         for side, back in ((self.upwards, known.children), (self.downwards, known.parents)):
             if side is not None:
                 behind = self._find_reachable(storage, back, through=False)
                 side.outdated[[storage, *behind]] = True
-                changed.update(behind)
-        return changed
 
     def _find_reachable(self, storage: int, onward: list[dict[int, None]], *, through: bool) -> list[int]:
         """Return the evicted storages that `storage` reaches through evicted ones (`through`), or those in memory behind them."""
@@ -434,7 +422,6 @@ class CostByRegions(Cost):
                     stack.append(n)
                 if gone[n] == through:
                     found.append(n)
-        self.storages.work += len(seen)
         return found
 
     def compute_neighbourhood_s(self, storages: Ints) -> Floats:

@@ -1,4 +1,4 @@
-"""The ledger of evictions: exact choices, work per op, flat memory, and its settings."""
+"""The ledger of evictions: exact choices, flat memory, and its settings."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from solvers.online.heuristics import NAMES, Interpreter, make_heuristic
 from solvers.online.ledger import Ledger
-from tests.support.marks import slow, slow_except
+from tests.support.marks import slow_except
 
 MiB = 2**20
 
@@ -86,7 +86,7 @@ def check_choices(name: str, seed: int, *, ops: int, drops: bool) -> Ledger:
         program.op()
         if drops:
             program.drop_unneeded()
-        if candidates := [s for s in program.candidates() if not ledger._pins[s]]:  # those of dropped ones are pinned
+        if candidates := [s for s in program.candidates() if not ledger.pins[s]]:  # those of dropped ones are pinned
             least = by_brute_force(ledger, candidates, program.now_s)
             victim = ledger.choose_victim(program.now_s)
             assert victim == least
@@ -121,37 +121,6 @@ def victim_besides(ledger: Ledger, used: Collection[int], now_s: float = 0.0) ->
     for storage in used:
         ledger.unpin(storage)
     return victim
-
-
-def run_chain(ledger: Ledger, ops: int, most: int) -> None:
-    """Run a chain of `ops` ops of a second each with at most `most` storages in memory, of random sizes."""
-    draw = random.Random(0)
-    now_s = 0.0
-    before: list[int] = []
-    for i in range(ops):
-        ledger.touch(before, now_s)
-        if i >= most:
-            victim = victim_besides(ledger, before, now_s)
-            assert victim is not None
-            ledger.note_evicted(victim)
-        storage = ledger.add_storage(draw.randrange(MiB, 2 * MiB) + 1)
-        ledger.add_op(before, [storage], 1.0)
-        now_s += 1.0
-        ledger.touch([storage], now_s)
-        before = [storage]
-
-
-@pytest.mark.parametrize("name", ["dtr", "dtr-local", "lru", "largest", *slow("dtr-random", "megengine")])
-@pytest.mark.parametrize("ops", [10_000, *slow(100_000)])
-def test_bookkeeping_per_op_is_sublinear(name: str, ops: int) -> None:
-    # 1/4 of the ops are in memory at once. Work grows with the square root of that: 4 times as many cost about twice as much.
-    work = []
-    for most in (ops // 16, ops // 4):
-        ledger = Ledger(name)
-        run_chain(ledger, most + ops // 4, most)
-        work.append(ledger.work / (ops // 4))
-    assert work[1] < 5 * math.isqrt(ops // 4)
-    assert work[1] < 3 * work[0]
 
 
 def in_use_as_well(ledger: Ledger, seed: int, tried: bool) -> list[int]:

@@ -30,14 +30,14 @@ def refine_windows(discretization: Discretization, trial: Trial, budget_bytes: i
     """Return `discretization`, refined at every place where `trial` exceeds the budget.
 
     At a first execution of v: row 6; if it is there, a window ends at v. At a recomputation of x before v: a window of its own
-    for v; if it has one, rows 7 and 9. If nothing is left to add, `discretization` is returned.
+    for v; if it has one, row 7. If nothing is left to add, `discretization` is returned.
 
     Args:
         ahead: refine the last so many ops up to v as if the schedule exceeded the budget at each: the next solution would often
             recompute x before an earlier one.
     """
     ends, firsts = set(discretization.ends), set(discretization.firsts)
-    recomputations, precedences = set(discretization.recomputations), set(discretization.precedences)
+    recomputations = set(discretization.recomputations)
     for step in find_worst_in_runs(trial, budget_bytes):
         op = trial.order.computed[step]
         if trial.order.first[step]:
@@ -51,12 +51,10 @@ def refine_windows(discretization: Discretization, trial: Trial, budget_bytes: i
                 ends.update((first - 1, last) if first > 0 else (last,))
             if single or ahead > 1:
                 recomputations.add((v, op))
-                precedences.update((v, x, op) for x in _list_recomputed_before(trial, step))
     closer = replace(
         discretization,
         firsts=frozenset(firsts),
         recomputations=frozenset(recomputations),
-        precedences=frozenset(precedences),
     )
     return closer.split(ends)
 
@@ -67,14 +65,6 @@ def split_at_waits(discretization: Discretization, trial: Trial) -> Discretizati
     done = list(accumulate(trial.order.first, initial=0))
     waits = sorted(((wait_s, place) for place, wait_s in enumerate(trial.waits_s) if wait_s > 0), reverse=True)
     return discretization.split({new[done[place]] for _, place in waits[:_MOST_WAITS]}) if waits else discretization
-
-
-def _list_recomputed_before(trial: Trial, step: int) -> list[int]:
-    """Return the consecutive recomputations that end before `step`, itself one."""
-    begin = step
-    while begin and not trial.order.first[begin - 1]:
-        begin -= 1
-    return list(trial.order.computed[begin:step])
 
 
 def _list_ops_up_to(op: int, count: int) -> range:

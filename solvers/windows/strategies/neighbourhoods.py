@@ -168,8 +168,6 @@ class RestrictedModel:
                 finer = refine_windows(self.discretization, trial, budget_bytes, ahead=ahead)
             if not fits and search.problem.places.plain:
                 finer = order_stages(finer, trial, budget_bytes, ahead=ahead)
-            # The restricted model has no row 9.
-            finer = replace(finer, precedences=frozenset())
             if finer == self.discretization or search.stopping.is_enough():
                 return fits
             self.discretization = finer

@@ -10,7 +10,6 @@ from solvers.windows.decoding.decode import Trial
 from solvers.windows.relaxation.discretization import Discretization
 
 _PIECE, _MOST_PIECES = 12, 8  # ops of a piece of a long run over the budget, of each of which the worst execution is refined
-_NEARLY = 0.9  # of the budget: what needs so much is likely to exceed it next
 _MOST_WAITS = 4  # places with the longest waits for transfers that are refined
 
 
@@ -69,28 +68,6 @@ def split_at_waits(discretization: Discretization, trial: Trial) -> Discretizati
 
 def _list_ops_up_to(op: int, count: int) -> range:
     return range(max(0, op - count + 1), op + 1)
-
-
-def order_stages(discretization: Discretization, trial: Trial, budget_bytes: int, *, ahead: int = 1) -> Discretization:
-    """Return `discretization` with Checkmate's memory rows for the recomputations in stages where `trial` exceeds the budget.
-
-    Args:
-        ahead: as in ``refine_windows``.
-    """
-    order = trial.order
-    ordered = set(discretization.ordered)
-    done = -1
-    recomputed: list[tuple[int, int]] = []
-    for op, first, taken in zip(order.computed, order.first, trial.memory_bytes, strict=True):
-        if not first:
-            recomputed.append((op, taken))
-            continue
-        done = op
-        if any(taken > budget_bytes for _, taken in recomputed):
-            stages = [v for v in _list_ops_up_to(done, ahead) if discretization.is_single(discretization.find_window(v))]
-            ordered.update((v, x) for v in stages for x, taken in recomputed if taken > _NEARLY * budget_bytes)
-        recomputed = []
-    return replace(discretization, ordered=frozenset(ordered))
 
 
 def halve(discretization: Discretization) -> Discretization:

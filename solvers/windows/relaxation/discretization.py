@@ -19,7 +19,6 @@ class Discretization:
         ends: e_1 < ... < e_K, the last is the last op.
         firsts: ops v with row 6 (their first execution inside a window).
         recomputations: pairs (e_k, x) with row 7 (x recomputed in the window that ends at e_k).
-        ordered: pairs (v, x) with Checkmate's memory row of x in the stage {v}: not a relaxation, see ``in_stage.py``.
         merged: first and last op of consecutive windows that row 8 takes as one: windows that have been split, and halves.
         places: for each op the last one of its place, where windows end; () if each op has its own place.
         decided: (ops, True if one of them is executed in its place): a restriction to such schedules, see ``branches.py``.
@@ -28,7 +27,6 @@ class Discretization:
     ends: tuple[int, ...]
     firsts: frozenset[int] = frozenset()
     recomputations: frozenset[tuple[int, int]] = frozenset()
-    ordered: frozenset[tuple[int, int]] = frozenset()
     merged: frozenset[tuple[int, int]] = frozenset()
     places: tuple[int, ...] = ()
     decided: frozenset[Decision] = frozenset()

@@ -48,6 +48,7 @@ class LeastBudget:
         schedule: of the graph; it runs within `found_bytes`.
         order: the ops in the order of its first executions.
         larger: schedules that were met in solves, with their orders; some need more and take less time.
+        stopped: True if the search was stopped, so that the whole search may find less.
     """
 
     proved_bytes: int
@@ -55,6 +56,7 @@ class LeastBudget:
     schedule: Schedule
     order: tuple[int, ...]
     larger: tuple["LeastBudget", ...] = ()
+    stopped: bool = False
 
     @property
     def exact(self) -> bool:
@@ -92,10 +94,11 @@ def find_least_budget(
         found = _search(_set_even_links(graph), memory, stop, reorders=reorders)
     else:
         found = _find_in_arena(graph, memory, find_least_budget(graph, reorders=reorders, should_stop=stop), arena=arena)
-    if not stop():
-        _remembered[key] = found
-        if len(_remembered) > _REMEMBERED:
-            del _remembered[next(iter(_remembered))]
+    if stop():
+        return replace(found, stopped=True)
+    _remembered[key] = found
+    if len(_remembered) > _REMEMBERED:
+        del _remembered[next(iter(_remembered))]
     return found
 
 

@@ -143,7 +143,9 @@ def test_stopped_search_returns_a_valid_bracket_and_is_not_remembered() -> None:
     graph = on_a_gpu(25)
     found = find_least_budget(graph, CountedMemory.RESERVED, should_stop=lambda: True)
     assert predict_counted_bytes(graph, found.schedule, CountedMemory.RESERVED) == found.found_bytes >= found.proved_bytes
-    assert find_least_budget(graph, CountedMemory.RESERVED).found_bytes <= found.found_bytes
+    whole = find_least_budget(graph, CountedMemory.RESERVED)
+    assert whole.found_bytes <= found.found_bytes
+    assert (found.stopped, whole.stopped) == (True, False)
 
 
 def test_budgets_that_only_another_order_has_a_schedule_for_are_solved_in_that_order() -> None:

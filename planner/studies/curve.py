@@ -73,7 +73,7 @@ class Curve:
         memory: kind of memory that the budgets count.
         eager_bytes: bytes of that memory that plain eager PyTorch needs.
         points: results by budget, least first; times and bounds never increase.
-        least: the least budget of the graph; None if the budgets were given.
+        least: the least budget of the graph; None if budgets were given, and there is a schedule for each.
         complete: False if it was stopped before every budget had its turn.
         reordered: True if schedules and bounds are those of another order than the program's.
         options: names of the graph's options.
@@ -237,14 +237,16 @@ def _solve_curve(
         known, wanted, clock=clock, time_limit_s=how.settings.time_limit_s, jobs=how.settings.jobs, on_activity=how.on_activity
     )
     plan.run(how.should_stop, solver=how.solver, cluster=how.settings.cluster)
-    points = tuple(map(plan.get_point, wanted))
+    points, finished = tuple(map(plan.get_point, wanted)), plan.finished
+    if least is None and any(point.schedule is None for point in points):
+        least = _find_least(known, how, clock.start_part(measure_rest(clock)))
     return Curve(
         summarize(graph),
         memory,
         whole_bytes,
         points,
         least,
-        plan.finished,
+        finished,
         order.changed,
         name=str(graph.provenance.get("model", "")),
         seconds=clock.seconds,

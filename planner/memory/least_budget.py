@@ -31,7 +31,8 @@ from solvers.tolerance import Tolerance
 # Units of work: for the order of the ops; in each order, for schedules without a program; for the solves after that.
 _ORDER, _KNOWN, _SOLVES = 2.0, 1.0, 1.0
 _LINK = 25e9  # bytes per second of all transfers
-_PRECISION = 0.005  # of the budget found: where the search ends
+_PRECISION = 0.005  # of the budget found: where the search ends for reserved memory, which comes in segments,
+_CLOSE = 0.001  # and for allocated bytes, whose bound is often met
 _NEXT = 0.6  # position of the next budget in the bracket, nearer to the feasible end
 _SLICE, _SLICE_LEAST = 0.3, 0.5  # of the work that is left, and in its unit: for each budget of reserved memory
 _FAILURES = 2  # budgets of reserved memory in turn that nothing is found for
@@ -178,7 +179,7 @@ def _narrow(graph: Graph, found: Sequence[LeastBudget], memory: CountedMemory, s
     others = [least.proved_bytes for least in found if least is not known]
     order = permute(graph, known.order)
     schedule = order.schedule_of_graph(known.schedule)
-    solved = narrow_bracket(order.graph, schedule, WorkClock(_SOLVES), precision=_PRECISION, should_stop=stop)
+    solved = narrow_bracket(order.graph, schedule, WorkClock(_SOLVES), precision=_CLOSE, should_stop=stop)
     best = _judge(order, solved.schedule, memory, solved.proved_bytes)
     return replace(best, proved_bytes=min([best.proved_bytes, *others]))
 

@@ -15,7 +15,7 @@ from solvers.result import Status
 from solvers.windows import solve
 from solvers.windows.params import WindowsParams
 from tests.support.budgets import peak_bytes
-from tests.support.graphs.small_graphs import diamond, kept_output, two_outputs
+from tests.support.graphs.small_graphs import diamond, kept_output, three_at_once, two_outputs
 from tests.support.marks import slow
 from tests.support.solvers.answers import KNOWN_OPTIMA, ask
 
@@ -59,15 +59,7 @@ def test_infeasible_though_every_op_fits() -> None:
     draft.add_op("d", [a, c], [1])
     graph = draft.build_graph()
     assert solve(ask(graph, 7)).time_s == 5
-    draft = Draft()
-    (seed,) = draft.add_op("seed", [], [4])
-    (a,) = draft.add_op("a", [seed], [3])
-    (b,) = draft.add_op("b", [a], [4])
-    (small,) = draft.add_op("small", [b], [1])
-    (c,) = draft.add_op("c", [small], [3])
-    draft.add_op("d", [a, c], [1])
-    # a is there beside b and small, or is made again from seed beside small: no two ops take more than 7, but three do.
-    graph = draft.build_graph()
+    graph = three_at_once()
     assert bound_least_budget(graph).budget_bytes == 7
     result = solve(ask(graph, 7))
     assert result.status is Status.INFEASIBLE

@@ -131,7 +131,8 @@ class _Analysis:
         return self._solve(self.known, budgets, self.clock.start_part(_CURVE * self.clock.limit))
 
     def _solve(self, known: Frontier, budgets: Sequence[int], clock: Clock) -> Turns:
-        turns = Turns(known, tuple(budgets), clock=clock, time_limit_s=math.inf, on_activity=self.tell)
+        # What the other parts leave is for second turns.
+        turns = Turns(known, tuple(budgets), clock=clock, time_limit_s=math.inf, on_activity=self.tell, first_share=1.0)
         turns.run(self.should_stop)
         return turns
 

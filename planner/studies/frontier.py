@@ -33,7 +33,6 @@ from solvers.request import Start
 from solvers.result import SOLVED, Ending, Reason, Result, Status, compute_gap, decide_status
 
 _ANY_BUDGET = math.inf  # a bound at this budget holds everywhere
-_FIRST_ROUND = 0.5  # share of the remaining time for one turn of each budget, if there are several
 _SHORTEST_S = 0.5  # seconds of a turn
 _LONGER = 1.5  # times the last one, as long as there is time for that at some budget
 _DECIDED = (*SOLVED, Status.INFEASIBLE)
@@ -226,6 +225,7 @@ class Turns:
     Attributes:
         time_limit_s: for each budget.
         jobs: number of parallel turns.
+        first_share: of the remaining time, for one turn of each budget, if there are several.
         waiting: the budgets of the present round that have had no turn in it.
         seconds: time for which each budget was solved.
     """
@@ -236,6 +236,7 @@ class Turns:
     time_limit_s: float
     jobs: int = 1
     on_activity: Callable[[str], object] = ignore
+    first_share: float = 0.5
     waiting: list[int] = field(init=False)
     seconds: dict[int, float] = field(init=False, default_factory=dict)
     _limits_s: dict[int, float] = field(init=False, default_factory=dict)  # of the last turns
@@ -265,7 +266,7 @@ class Turns:
         if not self.waiting or measure_rest(self.clock) <= 0:
             return None
         budget = self.waiting.pop(0)
-        limit_s = self._limit_s(budget, 1 + len(self.waiting), _FIRST_ROUND if self._is_first(budget, unsettled) else 1.0)
+        limit_s = self._limit_s(budget, 1 + len(self.waiting), self.first_share if self._is_first(budget, unsettled) else 1.0)
         self._limits_s[budget] = limit_s
         self._solving[budget] = place = self.known.choose_order(budget)
         self._tell(budget, limit_s, len(unsettled))
@@ -290,10 +291,12 @@ class Turns:
         return last.ended or (Ending.LIMIT if last.reason is Reason.TIME and self._took_all(last) else None)
 
     def _find_start(self, budget: int) -> Start | None:
-        """Return the schedule that is known for a budget, with the windows of its last turn; None if there is none."""
-        schedule = self.known.get_point(budget, None).schedule
-        last = self._last.get(budget)
-        return None if schedule is None else Start.of(schedule, {} if last is None else last.settings)
+        """Return the schedule that is known for a budget, with the windows of its last turn; None if there is none.
+
+        A first turn finds one sooner than it plans addresses for one that is known.
+        """
+        last, schedule = self._last.get(budget), self.known.get_point(budget, None).schedule
+        return None if last is None or schedule is None else Start.of(schedule, last.settings)
 
     def _open(self) -> list[int]:
         """Return the budgets that are not settled."""

@@ -311,14 +311,15 @@ class Turns:
         gaps = {budget: self.get_point(budget).gap for budget in budgets if self._may_gain(budget)}
         largest = sorted(gaps, key=lambda budget: math.inf if (gap := gaps[budget]) is None else gap, reverse=True)
         for budget in largest:
-            if self._limit_s(budget, 1 + len(self.waiting)) >= _LONGER * self._limits_s[budget]:
+            if self._limit_s(budget, 1 + len(self.waiting)) >= _LONGER * self._limits_s.get(budget, 0.0):
                 self.waiting.append(budget)
         if not self.waiting and not self._solving:
             self.waiting = [budget for budget in largest if self._limit_s(budget, 1) > 0][:1]
 
     def _may_gain(self, budget: int) -> bool:
-        """Return True if a further turn may find more than the last."""
-        last = self._last[budget]
+        """Return True if a further turn may find more than the last; without one, another order has settled the budget before."""
+        if (last := self._last.get(budget)) is None:
+            return True
         return last.ended is Ending.LIMIT or (last.status is Status.LIMIT and self._took_all(last))
 
     def _took_all(self, last: Result) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from graphs.errors import BudgetError, PlannerError, UsageError, first_line
 from graphs.io.formats import write_graph
-from graphs.short_tracebacks import shorten, shorten_traceback, show_as_eager
+from graphs.short_tracebacks import shorten, shorten_in_properties, shorten_traceback, show_as_eager
 from graphs.units import format_bytes, format_enough, format_seconds
 from planner.capture.program.draws import LOCK
 from planner.memory.auto_budget import compute_auto_budget_bytes
@@ -110,6 +110,7 @@ def rematerialize(
     return Rematerialization(wanted, heuristic=heuristic, device=device, max_recomputation=max_recomputation, counted=counted)
 
 
+@shorten_in_properties
 class Rematerialization:
     """A block within a memory budget, and its statistics; ``str`` returns them as text."""
 
@@ -252,6 +253,7 @@ class Rematerialization:
         """The steps that have ended so far, and the plans of those that repeat."""
         return self._entered.follower.plans
 
+    @shorten_traceback
     def wait_for_plans(self, seconds: float | None = None) -> None:
         """Wait at most `seconds` until the steps that repeat are solved; from then on they follow their plans."""
         recorder = self._entered

@@ -20,6 +20,7 @@ _TESTED = (
     "tests/planner/native/test_ledger.py",
     "tests/planner/native/test_passes.py",
     "tests/planner/native/test_unchanged.py",
+    "tests/planner/native/test_undo.py",
     "tests/planner/runtime/test_arena.py",
     *(f"tests/planner/train/eager/test_{name}.py" for name in ("native_recording", "measured_ops")),
 )
@@ -38,8 +39,8 @@ def test_sanitizers_and_the_compiler_have_nothing_to_say(tmp_path: Path, monkeyp
         pytest.skip("the compiler has no address sanitizer")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compile_library(library_path(), *_SANITIZED)
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *_TESTED],
+    run = subprocess.run(  # -s: pytest would keep what a sanitizer writes as it ends the process
+        [sys.executable, "-m", "pytest", "-qsx", "-p", "no:cacheprovider", *_TESTED],
         env=os.environ
         | {
             "LD_PRELOAD": " ".join(map(_find_runtime, ("libasan.so", "libubsan.so", "libstdc++.so"))),

@@ -144,7 +144,7 @@ endef
 define install
 	$(check_python)
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	sed '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(@D)/constraints.txt
+	sed '$(TORCH:%=s/^torch==.*/torch==%/; /^setuptools==/d)' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --editable '.[$(1)]'
 	touch $@
 endef

@@ -29,7 +29,7 @@ TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue value);
 void set_settings(KernelSettings settings);
 
 // A tensor that is an argument of an op, without what differs between ops of a signature.
-struct Argument {
+struct InputPattern {
   std::vector<int64_t> sizes, strides;
   c10::ScalarType dtype;
   size_t place; // of the argument
@@ -42,7 +42,7 @@ struct [[gnu::visibility("hidden")]] OpPattern {
   KernelSettings settings; // with which it ran
   c10::OperatorHandle handle; // to be called again: the operator, or one that computes the same outputs without side effects
   std::vector<c10::IValue> arguments; // without tensors
-  std::vector<Argument> inputs;
+  std::vector<InputPattern> inputs;
   bool grad_enabled; // some kernels decide by it what they keep for their backward pass
 };
 

@@ -43,7 +43,7 @@ struct Asked {
   }
 };
 
-using Rule = ByteCounts (*)(const Asked&);
+using SizeRule = ByteCounts (*)(const Asked&);
 
 int64_t multiply(at::IntArrayRef sizes) {
   int64_t product = 1;
@@ -238,8 +238,8 @@ ByteCounts count_selected(const Asked& asked) {
   return {{elements * static_cast<int64_t>(tensor.element_size())}};
 }
 
-const std::vector<std::pair<Rule, std::vector<std::string_view>>>& named_rules() {
-  static const auto& rules = *new std::vector<std::pair<Rule, std::vector<std::string_view>>>{
+const std::vector<std::pair<SizeRule, std::vector<std::string_view>>>& named_rules() {
+  static const auto& rules = *new std::vector<std::pair<SizeRule, std::vector<std::string_view>>>{
       {count_concatenated, {"cat"}},
       {count_embedding, {"embedding"}},
       {count_gathered, {"gather"}},
@@ -261,7 +261,7 @@ const std::vector<std::pair<Rule, std::vector<std::string_view>>>& named_rules()
 }
 
 // Returns the rule for an operator; null if there is none.
-Rule find_rule(const c10::OperatorHandle& handle) {
+SizeRule find_rule(const c10::OperatorHandle& handle) {
   const auto& returns = handle.schema().returns();
   if (std::all_of(returns.begin(), returns.end(), [](const auto& value) { return value.alias_info() != nullptr; })) {
     return count_nothing;

@@ -227,7 +227,7 @@ class Records final : public OpRecords {
         memory_.log_release(*storage, true);
       }
     }
-    if (!sources_.has_saved() && is_closed.of(recorder_).ptr() == Py_True) {
+    if (!sources_.has_saved() && !recomputation_.in_block) {
       forget.call(recorder_);
     }
   }
@@ -293,7 +293,9 @@ class Records final : public OpRecords {
       throw raised;
     }
     std::for_each(written.begin(), is_unwritten ? written.begin() : written.end(), [&](const auto& part) { recomputation_.restore(part); });
-    forget_failures.call(costs_);
+    if (!times_each_) {
+      forget_failures.call(costs_);
+    }
     if (draws.has_value()) {
       const Locked locked(lock_of_draws_);
       set_state(draws->generator, get_state(draws->before));
@@ -814,9 +816,8 @@ class Records final : public OpRecords {
   const Name allocates_first{"allocates_first"}, begin_saving{"begin_saving"}, begin_step_of{"begin_step"}, bound_bytes{"bound_bytes"},
       check_memory{"check_memory"}, check_plan{"check_plan"}, end{"end"}, estimate{"estimate"}, evict_after{"evict_after"},
       evict_one{"evict_one"}, find_block{"find_block"}, find_made{"find_made"}, forget{"forget"},
-      forget_failures{"forget_failures"}, function{"function"}, has_plans{"has_plans"}, is_closed{"is_closed"},
-      learn_sizes_of{"learn_sizes"}, note{"note"}, raise_overwritten{"raise_overwritten"}, recover_{"recover"}, start{"start"},
-      stop{"stop"};
+      forget_failures{"forget_failures"}, function{"function"}, has_plans{"has_plans"}, learn_sizes_of{"learn_sizes"},
+      note{"note"}, raise_overwritten{"raise_overwritten"}, recover_{"recover"}, start{"start"}, stop{"stop"};
 
   const py::object recorder_;
   std::recursive_mutex lock_; // of the state of the runtime, because a backward pass may run in several threads

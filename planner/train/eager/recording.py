@@ -46,7 +46,6 @@ class Recorder:
         costs: measures ops.
 
     Attributes:
-        is_closed: the block has ended.
         module: the module that is running.
     """
 
@@ -66,7 +65,6 @@ class Recorder:
         self.recomputation = recomputation
         self.follower = follower
         self.costs = costs
-        self.is_closed = False
         self.sources = sources
         self.module = CurrentModule()
 
@@ -190,7 +188,6 @@ class Recorder:
 
     def close(self) -> None:
         """End the block: its records, and what they hold in memory, are dropped when no saved tensor needs them."""
-        self.is_closed = True
         self.recomputation.in_block = False
         self.memory.settle()
         if not self.sources.saved:

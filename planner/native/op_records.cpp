@@ -422,6 +422,16 @@ class Records final : public OpRecords {
     return total_bytes;
   }
 
+  // Returns the most that the outputs of an op take whose sizes depend on data.
+  int64_t count_most_bytes(const CalledOp& called, const py::object& operator_) {
+    const bool has_rule = called.facts.sized_by_data == OperatorFacts::kSizedByData;
+    if (const auto size_bytes = has_rule ? count_bytes_of(called) : std::nullopt; size_bytes.has_value()) {
+      return *size_bytes;
+    }
+    const auto [args, kwargs] = to_python(called);
+    return to_int(bound_bytes.call(recorder_, operator_, args, kwargs));
+  }
+
   // Returns the device of the outputs: the one that is asked for, or that of the tensors; numbers may be on another.
   c10::Device find_device(const CalledOp& called) {
     if (const auto asked = called.handle.schema().argumentIndexWithName("device"); asked.has_value()) {
@@ -500,8 +510,7 @@ class Records final : public OpRecords {
     const auto& operator_ = op.pattern->operator_;
     const auto& known = op.pattern->known;
     if (called.sized_by_data && !called.unusual) {
-      const auto [args, kwargs] = to_python(called);
-      op.pattern->known.out_bytes = to_int(bound_bytes.call(recorder_, operator_, args, kwargs));
+      op.pattern->known.out_bytes = count_most_bytes(called, operator_);
     }
     for (const auto& tensor : called.inputs) {
       refer(tensor, op);

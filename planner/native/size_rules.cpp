@@ -119,6 +119,11 @@ ByteCounts count_pointwise(const Asked& asked) {
   return {{count_elements(asked) * static_cast<int64_t>(c10::elementSize(*real))}};
 }
 
+// At most the positions of all elements.
+ByteCounts count_positions(const Asked& asked) {
+  return {{asked.tensor(0).numel() * std::max<int64_t>(1, asked.tensor(0).dim()) * 8}};
+}
+
 ByteCounts count_truth_values(const Asked& asked) {
   return {{count_elements(asked)}};
 }
@@ -250,6 +255,7 @@ const std::vector<std::pair<SizeRule, std::vector<std::string_view>>>& named_rul
       {count_loss, {"binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"}},
       {count_new, {"new_empty", "new_full", "new_ones", "new_zeros"}},
       {count_nothing, {"_unsafe_view"}},
+      {count_positions, {"nonzero"}},
       {count_product, {"addmm", "baddbmm", "bmm", "mm"}},
       {count_reduced, {"mean", "sum"}},
       {count_selected, {"index_select"}},

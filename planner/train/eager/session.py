@@ -18,6 +18,7 @@ from graphs.short_tracebacks import shorten, shorten_in_properties, shorten_trac
 from graphs.units import format_bytes, format_enough, format_seconds
 from planner.capture.program.draws import LOCK
 from planner.memory.auto_budget import compute_auto_budget_bytes
+from planner.memory.release import keep_freed_blocks
 from planner.memory.reserved import choose_memory_on
 from planner.native.library import wait_for_library
 from planner.plans.solve import solve_graph
@@ -155,6 +156,8 @@ class Rematerialization:
         del tensors
         memory.live_bytes = max(memory.live_bytes, costs.get_in_use_bytes())  # including memory that Python does not know of
         memory.make_room(0, "entering the block")
+        if self._device.type == "cpu":
+            keep_freed_blocks()
         with ExitStack() as block:
             if self._counted is not CountedMemory.ALLOCATED:
                 block.enter_context(limit_allocator(self._device, memory.budget_bytes))

@@ -87,7 +87,8 @@ def keep_ops_as_eager() -> Iterator[None]:
         stack.enter_context(keep_random_ops_in_graphs())
         stack.enter_context(keep_autocast_cache())
         stack.enter_context(_exclude_recurrent_layers())
-        stack.enter_context(wrap(FakeTensorMode, "_dispatch_impl", _give_values_of_kernels))
+        # Around the cache, which other captures have filled.
+        stack.enter_context(wrap(FakeTensorMode, "dispatch", _give_values_of_kernels))
         yield
 
 
@@ -256,8 +257,8 @@ def _exclude_recurrent_layers() -> Iterator[None]:
 
 
 def _refuse_recurrent_layers(validate: Any, mode: FakeTensorMode, func: OpOverload, args: Any, kwargs: Any) -> None:
-    if func in _CALLED or func in _TYPES_ON_CPU:
-        raise BypassDispatchCache(f"{func} returns one tensor twice, or others than it says")
+    if func in _CALLED:
+        raise BypassDispatchCache(f"{func} returns one tensor twice")
     validate(mode, func, args, kwargs)
 
 
@@ -271,9 +272,11 @@ _TYPES_ON_CPU: dict[OpOverload, dict[int, int]] = {
 }
 
 
-def _give_values_of_kernels(dispatch: Any, mode: FakeTensorMode, func: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
+def _give_values_of_kernels(
+    dispatch: Any, mode: FakeTensorMode, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
     results = lay_out_as_kernel(func, args, dispatch(mode, func, types, args, kwargs))
-    if func not in _TYPES_ON_CPU:
+    if func not in _TYPES_ON_CPU or results is NotImplemented:
         return results
     results = list(results)
     for result, argument in _TYPES_ON_CPU[func].items():

@@ -10,6 +10,7 @@ weakness: the copy with gaps is made again for each reader, and costs time and m
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -65,9 +66,10 @@ _EXACT = {
     aten.native_group_norm_backward,  # by its formula, which is captured with contiguous gradients
 }
 
-# Ops whose first result is laid out as an input's memory format says, by position of that input. Fake kernels follow its strides,
-# or those of the gradient (ATen/native/Normalization.cpp, group_norm.cpp, layer_norm.cpp).
-_IN_FORMAT_OF: dict[Callable[..., Any], int] = {
+# Ops whose kernels give another layout than their fake kernels, which follow a decomposition: that of the memory format of the
+# input at a position, or contiguous (ATen/native/Normalization.cpp, group_norm.cpp, layer_norm.cpp, Loss.cpp, Activation.cpp).
+# Forward kernels for CUDA keep the strides of what they read.
+_FORMATS: dict[Callable[..., Any], int | None] = {
     aten._native_batch_norm_legit.default: 0,
     aten._native_batch_norm_legit.no_stats: 0,
     aten._native_batch_norm_legit_functional.default: 0,
@@ -75,8 +77,31 @@ _IN_FORMAT_OF: dict[Callable[..., Any], int] = {
     aten.native_batch_norm_backward.default: 1,
     aten.batch_norm_backward.default: 1,
     aten.native_group_norm_backward.default: 1,
-    aten.native_layer_norm_backward.default: 1,
+    aten.channel_shuffle.default: 0,
+    aten.max_unpool2d.default: 0,
+    **dict.fromkeys(
+        (
+            aten.native_layer_norm_backward.default,
+            aten._log_softmax_backward_data.default,
+            aten.mse_loss_backward.default,
+            aten.huber_loss_backward.default,
+            aten.smooth_l1_loss_backward.default,
+            aten.log_sigmoid_forward.default,
+            aten.normal.Tensor_Tensor,
+            aten.pow.Scalar,
+        )
+    ),
 }
+
+# Elementwise ops without the tag.
+_ELEMENTWISE = {
+    aten.floor_divide.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+}
+# Those whose kernels take the input before the gradient.
+_SECOND_FIRST = {aten.leaky_relu_backward.default, aten.threshold_backward.default}
 
 # In-place ops whose results do not depend on earlier values.
 _FILLING = {
@@ -122,14 +147,38 @@ def _record(op: OpOverload, written: FunctionalTensor) -> None:
 
 
 def lay_out_as_kernel(op: Callable[..., Any], args: Sequence[Any], results: Any) -> Any:
-    """Return the fake `results` of `op` with the first in the layout that its kernel gives it."""
-    position = _IN_FORMAT_OF.get(op)
-    # Forward kernels for CUDA keep the strides of what they read.
-    if position is None or results[0] is None or (position == 0 and args[0].device.type != "cpu"):
+    """Return the fake `results` of `op` in the layout that its kernel gives them."""
+    if _is_elementwise(op):
+        return _lay_out_as_inputs(op, args, results)
+    tensors = list_tensors(results) if op in _FORMATS else []
+    if not tensors or (tensors[0].device.type != "cpu" and "backward" not in op.__name__):
         return results
-    is_layer_norm = op is aten.native_layer_norm_backward.default
-    memory_format = torch.contiguous_format if is_layer_norm else suggest_memory_format(args[position])
-    return (results[0].contiguous(memory_format=memory_format), *results[1:])
+    if (position := _FORMATS[op]) is None:
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, results)
+    memory_format = suggest_memory_format(args[position])
+    if isinstance(results, torch.Tensor):
+        return results.contiguous(memory_format=memory_format)
+    return (results[0] if results[0] is None else results[0].contiguous(memory_format=memory_format), *results[1:])
+
+
+@cache
+def _is_elementwise(op: Callable[..., Any]) -> bool:
+    """Return True if the kernel of `op` allocates its result in the order in which it goes over the elements of its inputs."""
+    if not isinstance(op, OpOverload) or op in _FORMATS or op._schema.is_mutable or op.overloadpacket is aten.masked_fill:
+        return False  # masked_fill fills a copy
+    return torch.Tag.pointwise in op.tags or op in _ELEMENTWISE
+
+
+def _lay_out_as_inputs(op: Callable[..., Any], args: Sequence[Any], result: Any) -> Any:
+    """Return the fake `result` of an elementwise `op` in the layout in which its kernel goes over several inputs."""
+    read = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if not isinstance(result, torch.Tensor) or len(read) < 2 or all(arg.is_contiguous() for arg in read):
+        return result
+    if len({arg.dtype for arg in read if arg.dim()} - {torch.bool}) > 1:
+        return result  # some are cast, and expanded ones then whole, in fake kernels too
+    read = read[::-1] if op in _SECOND_FIRST else read
+    strides = compute_elementwise_output_strides(*(arg.expand_as(result) for arg in read))
+    return result if result.stride() == strides else allocate_with_strides(result, strides)
 
 
 def record_eager_layouts(graph: fx.Graph) -> None:
@@ -243,12 +292,7 @@ def _compute_eager_value(node: fx.Node, eager: Mapping[fx.Node, Any]) -> Any:
     # A gradient that has no such view is copied: the view's own backward pass reshapes.
     target: Any = aten.reshape.default if node.target is aten.view.default else node.target
     with _get_fake_mode(captured), torch.no_grad():
-        value = lay_out_as_kernel(target, args, target(*args, **kwargs))
-        if not isinstance(value, torch.Tensor) or not isinstance(node.target, OpOverload) or not _is_pointwise(node):
-            return value
-        # Fake kernels for half precision cast expanded inputs, which are whole then.
-        given = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.shape == value.shape]
-        return value if len(given) < 2 else allocate_with_strides(value, compute_elementwise_output_strides(*given))
+        return lay_out_as_kernel(target, args, target(*args, **kwargs))
 
 
 def _get_fake_mode(value: Any) -> FakeTensorMode:

@@ -147,6 +147,32 @@ def test_batch_norm_of_a_transposed_tensor(entry: Entry) -> None:
     assert_exact(model, torch.randn(8, 64, 12, dtype=torch.bfloat16), entry)
 
 
+ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "copysign": lambda y: torch.copysign(y.t(), torch.tensor(1.5)) * y.t(),
+    "floor": lambda y: torch.div(y.t(), torch.tensor(1.5), rounding_mode="floor") + y.t(),
+    "pow": lambda y: (2.0 ** y.t()).t(),
+    "logsigmoid": lambda y: F.logsigmoid(y.t()).t(),
+}
+
+
+@pytest.mark.parametrize("is_captured_before", [False, True])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("entry", [as_backend, *slow(compiled, checkpointed)])
+def test_elementwise_ops_of_a_transposed_tensor(name: str, entry: Entry, is_captured_before: bool) -> None:
+    torch.manual_seed(0)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = ELEMENTWISE[name](m.first(x))
+        return m.last(y.contiguous().sum(y.shape.index(50)))
+
+    model = FunctionModule(forward, first=nn.Linear(16, 50), last=nn.Linear(37, 8))
+    x = torch.randn(37, 16)
+    if is_captured_before:  # with other layouts, which PyTorch keeps for later captures
+        torch.compile(copy.deepcopy(model), backend="aot_eager")(x).sum().backward()
+        torch.compiler.reset()
+    assert_exact(model, x, entry)
+
+
 class _Heads(nn.Module):
     """Two results of a transposed tensor, whose biases get sums over gradients; `is_broken` in two graphs."""
 

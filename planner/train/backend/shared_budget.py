@@ -432,8 +432,16 @@ class SharedBudget:
     def count_left_out(self, nodes: Collection[Any], outside: Collection[Any]) -> None:
         """Count what autograd holds behind `nodes`, the results of the model, for code after the last of its planned graphs."""
         alive = [run.seen for run in self.forward_runs if run.alive]
-        if self.learning and alive and (left_out := find_left_out(alive, nodes, outside)) is not None:
+        left_out = find_left_out(alive, nodes, outside, self._add_recomputed) if self.learning and alive else None
+        if left_out is not None:
             alive[-1].followed_by.append(left_out)
+
+    def _add_recomputed(self, left_out: PassStorages) -> None:
+        """Count what a backward pass that is not planned has saved again, beside the graphs that wait for theirs now."""
+        first = self.forward_runs[0]
+        waiting = next((run for run in reversed(self.forward_runs) if run.alive), None)
+        run, free_bytes = (first, first.kept_bytes) if waiting is None else (waiting, 0)
+        run.seen.followed_by.append(left_out.shrink(free_bytes))
 
     def _collect_storages(self, inputs: Iterable[object]) -> PassStorages:
         """Return the storages that are known before a pass of a planned graph."""

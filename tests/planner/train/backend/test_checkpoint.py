@@ -295,10 +295,36 @@ def test_a_model_without_a_graph_says_once_that_it_has_no_plan(plan: Callable[..
     model(x).sum().backward()
 
 
+class Recomputed(torch.autograd.Function):
+    """A handwritten checkpoint: its backward pass runs the forward pass again, and the backward pass of that."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            returned = ctx.run(x)
+        torch.autograd.backward(returned, gradients)
+        return None, x.grad
+
+
+def recomputed(last: nn.Module) -> nn.Module:
+    return FunctionModule(lambda m, x: Recomputed.apply(m.last, x), last=last)
+
+
+@pytest.mark.parametrize("make_last", [lambda: BreaksInALoop(8, 32), lambda: recomputed(stack(6))])
 @pytest.mark.parametrize("plan", [planner.checkpoint, by_backend])
-def test_planned_graphs_leave_room_for_code_that_is_left_out(plan: Callable[..., Any]) -> None:
+def test_planned_graphs_leave_room_for_code_that_is_left_out(
+    plan: Callable[..., Any], make_last: Callable[[], nn.Module]
+) -> None:
     torch.manual_seed(0)
-    tensor_bytes, model = 4 * 512 * 32, FunctionModule(lambda m, x: m.last(m.first(x)), first=stack(4), last=BreaksInALoop(8, 32))
+    tensor_bytes, model = 4 * 512 * 32, FunctionModule(lambda m, x: m.last(m.first(x)), first=stack(4), last=make_last())
     batch = (torch.randn(512, 32),)
     eager_bytes = measured_bytes(model, batch, step_of(model, batch))
     for budget, is_enough in ((eager_bytes - tensor_bytes, True), (8 * tensor_bytes, False)):

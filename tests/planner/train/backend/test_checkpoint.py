@@ -290,7 +290,8 @@ def test_a_model_without_a_graph_says_once_that_it_has_no_plan(plan: Callable[..
     x, model = torch.randn(4, 8), plan(kind(), budget="60%")
     with torch.no_grad():
         model(x)
-    with pytest.warns(UserWarning, match=f"no graph was found in {kind.__name__}, which runs without a plan"):
+    causes = r".*torch\.compiler\.disable.*a with or try block.*a generator, map\(\) or filter\(\)"
+    with pytest.warns(UserWarning, match=f"no graph was found in {kind.__name__}, which runs without a plan{causes}"):
         model(x).sum().backward()
     model(x).sum().backward()
 

@@ -35,6 +35,7 @@ from planner.settings.budget import Share
 from planner.settings.devices import DEVICES, DeviceSpec, find_device, get_device
 from planner.torch_private import capture as private
 from planner.torch_private.core import keep_in_graphs, pytree
+from planner.torch_private.identity_guards import guard_identities_where
 from planner.torch_private.loop_iterators import pass_on_iterators_where
 from planner.train.backend import polyfills as polyfills  # registers them with Dynamo
 from planner.train.backend.joint_capture import capture_joint, rewrite_as_eager
@@ -328,6 +329,7 @@ private.configure_dynamo_where(
 private.carry_sparse_tensors_where(_is_planned)
 private.break_graphs_in_loops_where(_is_planned)
 pass_on_iterators_where(_is_planned)
+guard_identities_where(_is_planned)
 private.follow_requires_grad_where(_is_run_as_eager)
 private.leave_random_objects_where(_is_planned)
 private.call_compiled_modules_by(_is_planner, call_model)

@@ -151,3 +151,31 @@ def test_a_loop_that_may_change_what_it_iterates_over_runs_as_in_eager_pytorch(l
 
 def test_what_items_of_an_iterator_hold_is_written_before_it_advances() -> None:
     assert_exact(ask_once, lambda layers: [*map(spectral_norm, layers)], calls=1)  # a weight of two calls has another sum
+
+
+class Choosing(Layers):
+    """Its own code is left out: Dynamo captures the function that chooses layers by itself."""
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.loop(self, layer):  # type: ignore[arg-type]
+                x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda model, layer: layer is not model.layers[1],
+        lambda model, layer: layer == model.layers[2],
+        lambda model, layer: layer in (model.layers[0], model.layers[1]),
+    ],
+    ids=["is", "equals", "in"],
+)
+def test_modules_that_captured_code_compares_are_told_apart(choose: Callable[[Layers, nn.Module], bool]) -> None:
+    torch.manual_seed(0)
+    model, x = Choosing(choose), torch.randn(SIZE, SIZE)  # type: ignore[arg-type]
+    expected = model(x)
+    planned = torch.compile(model, backend="planner", options={"budget": "100%", "wait": 0.1})
+    assert all(torch.equal(planned(x), expected) for _ in range(2))

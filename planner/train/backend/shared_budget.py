@@ -438,10 +438,9 @@ class SharedBudget:
 
     def _add_recomputed(self, left_out: PassStorages) -> None:
         """Count what a backward pass that is not planned has saved again, beside the graphs that wait for theirs now."""
-        first = self.forward_runs[0]
-        waiting = next((run for run in reversed(self.forward_runs) if run.alive), None)
-        run, free_bytes = (first, first.kept_bytes) if waiting is None else (waiting, 0)
-        run.seen.followed_by.append(left_out.shrink(free_bytes))
+        waiting = [run for run in self.forward_runs if run.alive]
+        for run in waiting[-1:] or self.forward_runs[:1]:  # none if another step has begun
+            run.seen.followed_by.append(left_out.shrink(0 if waiting else run.kept_bytes))
 
     def _collect_storages(self, inputs: Iterable[object]) -> PassStorages:
         """Return the storages that are known before a pass of a planned graph."""

@@ -14,7 +14,7 @@ MODELS_STAMP := $(MODELS)/.installed
 CPU_MODELS := cpu-gpt2,cpu-vit,cpu-unet,cpu-resnet50,cpu-resnet50-wide,cpu-mobilenet_v2,cpu-mobilenet_v2-wide
 LATEST := .venv-latest-$(notdir $(PYTHON))
 
-.PHONY: help test test-latest test-slow demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-host bench-sharded bench-first-step bench-operators try-models try-entries gpu clean
+.PHONY: help test test-latest test-slow demo lint format docs docs-serve figures results results-gpu results-offload bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-host bench-sharded bench-first-step bench-operators try-models try-entries gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -121,6 +121,9 @@ results: bench-solve ## all under results/ but results/compiled, in about an hou
 	$(BIN)/python -m benchmarks first_step $(ARGS)
 	$(BIN)/python examples/demo.py
 
+results-offload: $(STAMP) ## compare methods that save on the host, with a PyTorch whose hooks reach SAC's tensors (TORCH=2.14.1)
+	$(BIN)/python -m benchmarks compare --suites cpu-offload $(ARGS)
+
 results-gpu: $(STAMP) ## on a CUDA device, compare methods on four models, and plan over Triton's kernels
 	$(BIN)/python -m benchmarks compare --suites cuda $(ARGS)
 	$(BIN)/python -m benchmarks compiled --device cuda --out results/compiled/cuda $(ARGS)
@@ -141,7 +144,7 @@ endef
 define install
 	$(check_python)
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	sed '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(@D)/constraints.txt
+	sed '$(TORCH:%=s/^torch==.*/torch==%/; /^setuptools==/d)' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --editable '.[$(1)]'
 	touch $@
 endef

@@ -70,8 +70,8 @@ ON_CUDA = {
     "unet": "zoo:unet,batch=8",
 }
 
-
 _TORCH = "windows,checkpoint-blocks,chen-sqrt,sac,sac-every-second,sac-attention,memory-budget,dtr,dtr-local,msps"
+_OFFLOADING = "windows,checkpoint-blocks,sac,save-on-cpu,offload-activations,sac-and-offload,auto-perf-maxing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,13 @@ SUITES: Mapping[str, Suite] = {
     "h200": Suite(MODELLED, f"--roofline h200 --memory allocated --methods {LARGE} --time-limit 2m"),
     # Small models, measured here.
     "cpu": Suite(ON_CPU, f"--measure --methods {REPLAYED} --repeats 9 --time-limit 30s", measures=True),
+    # Checkpointing and what it saves on the host, as Transformers' ``offload=True``. Hooks reach SAC's saved tensors from PyTorch
+    # 2.14 on, so that these rows are made in its environment.
+    "cpu-offload": Suite(
+        {name: ON_CPU[name] for name in ("gpt2", "vit", "resnet50")},
+        f"--measure --options offload --methods {_OFFLOADING} --budgets 70%,50% --repeats 9 --time-limit 20s",
+        measures=True,
+    ),
     # Large models, measured on a GPU; few rows, for its time is dear.
     "cuda": Suite(
         ON_CUDA,

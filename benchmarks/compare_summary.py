@@ -23,7 +23,12 @@ METHODS = ("windows", "checkpoint-blocks", "chen-sqrt", "chen-greedy", "rotor", 
 BEST = {f"{kind} (best)": members for kind, members in HEURISTICS.items()}
 BASELINES = ("checkpoint-blocks", "sac", "memory-budget aot_eager", "memory-budget inductor", *HEURISTICS)
 SIMULATED = {"h200": "modelled for an H200"}
-MEASURED = {"cpu": "on one thread of a CPU", "cuda": "on a GPU"}
+OFFLOADS = "checkpoint-blocks", "sac", "save-on-cpu", "save-on-cpu checkpoint-blocks", "save-on-cpu sac", "offload-activations"
+MEASURED = {
+    "cpu": ("on one thread of a CPU", BASELINES),
+    "cpu-offload": ("on one thread of a CPU, with its own memory as host memory", OFFLOADS),
+    "cuda": ("on a GPU", BASELINES),
+}
 
 _SIMULATED = (
     "Overhead over the step without recomputation at shares of its peak, {said}. Each method has its best settings per budget: "
@@ -46,12 +51,12 @@ def format_summary(folder: Path) -> str:
         if models := _read_models(folder / suite):
             lines = [_format_overheads(name, rows, budget) for name, rows in models.items() for budget in BUDGETS]
             parts += [_SIMULATED.format(said=said), join_markdown([("model", "budget", *METHODS, *BEST, "bound"), *lines])]
-    for suite, said in MEASURED.items():
+    for suite, (said, kinds) in MEASURED.items():
         if models := _read_models(folder / suite):
-            lines = [_format_ratios(name, rows, budget) for name, rows in models.items() for budget in BUDGETS]
+            lines = [_format_ratios(name, rows, budget, kinds) for name, rows in models.items() for budget in BUDGETS]
             parts += [
                 _MEASURED.format(said=said),
-                join_markdown([("model", "budget", *BASELINES), *lines]),
+                join_markdown([("model", "budget", *kinds), *lines]),
                 _format_tally(models),
             ]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
@@ -81,11 +86,11 @@ def _format_overheads(name: str, rows: Sequence[ComparisonRow], budget: str) -> 
     return name, budget, *marked, line.get("bound", NOT_TRIED)
 
 
-def _format_ratios(name: str, rows: Sequence[ComparisonRow], budget: str) -> tuple[str, ...]:
-    """Return for each kind of method the ratio of the optimal schedule's time to the best that fits `budget`."""
+def _format_ratios(name: str, rows: Sequence[ComparisonRow], budget: str, kinds: Sequence[str]) -> tuple[str, ...]:
+    """Return for each of these `kinds` of methods the ratio of the optimal schedule's time to the best that fits `budget`."""
     budget_bytes = next((row.budget_bytes or 0 for row in rows if row.budget == budget), 0)
     pairs = list_iso_memory_pairs(rows)
-    return name, budget, *(_format_ratio(kind, rows, pairs, budget_bytes) for kind in BASELINES)
+    return name, budget, *(_format_ratio(kind, rows, pairs, budget_bytes) for kind in kinds)
 
 
 def _format_ratio(kind: str, rows: Sequence[ComparisonRow], pairs: Sequence[IsoMemoryPair], budget_bytes: int) -> str:

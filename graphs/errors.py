@@ -192,6 +192,11 @@ def refuse_unknown_options(given: Iterable[str], known: Iterable[str], owner: st
     """Raise a UsageError unless all `given` options are `known` to `owner`; it says which was probably meant."""
     names = sorted(known)
     for name in sorted(set(given).difference(names)):
-        close = get_close_matches(name, names, n=1)
-        meant = f" (did you mean {close[0]}?)" if close else ""
-        raise UsageError(f"unknown option {name!r} of {owner}{meant}: choose from {', '.join(names)}")
+        raise UsageError(f"unknown option {name!r} of {owner}{suggest(name, names)}: choose from {', '.join(names)}")
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return, e.g., `` (did you mean offload?)`` for the name in `known` that is closest to `name`; "" if none is close."""
+    names = {one.lower(): one for one in known}
+    close = get_close_matches(name.lower(), names, n=1)
+    return f" (did you mean {names[close[0]]}?)" if close else ""

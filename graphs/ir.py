@@ -11,21 +11,23 @@ streams. A graph without optional ops has one pool and one stream, the defaults.
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from html import escape
 
 from graphs.checks import check_graph
 from graphs.errors import UsageError, quote
+from graphs.escape import escape_text
 from graphs.pools import COMPUTE, DEVICE, Pool, is_channel
 from graphs.requests import MemoryRequest
-from graphs.text import format_graph, render_graph
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_seconds
 
 TANGENT = "tangent"  # name of the gradient of the loss among the inputs
 
 _ROUNDING = 1e-9  # relative, of a sum of used amounts
+_LARGEST = 5  # tensors and ops in the text of a graph
 
 
 class Phase(StrEnum):
@@ -202,7 +204,7 @@ class Graph:
 
     def __str__(self) -> str:
         """Return a summary of one screen."""
-        return format_graph(self)
+        return _format(self)
 
     @property
     def device(self) -> str:
@@ -210,7 +212,7 @@ class Graph:
         return str(self.provenance.get("device", ""))
 
     def _repr_html_(self) -> str:
-        return render_graph(self)
+        return f"<pre>{escape(str(self))}</pre>"
 
     def holding(self, kind: Kind, name: str, size_bytes: int) -> "Graph":
         """Return this graph with another static tensor on the device, which no op reads."""
@@ -359,3 +361,43 @@ def check_is_graph(value: object) -> None:
             f"the graph is {quote(value)}: must be one that planner.trace returns, or graphs.io.formats.read_graph reads "
             "from a file"
         )
+
+
+def _format(graph: Graph) -> str:
+    """Return what `graph` takes: its ops, memory and time, and its largest tensors and slowest ops."""
+    lines = list(_iterate_facts(graph))
+    width = max(len(name) for name, _ in lines)
+    largest = sorted(graph.tensors, key=lambda t: -t.size_bytes)[:_LARGEST]
+    slowest = sorted(graph.ops, key=lambda op: -op.time_s)[:_LARGEST] if graph.time_s else []
+    return "\n".join(
+        (
+            *(f"{name:<{width}}  {value}" for name, value in lines),
+            "largest tensors",
+            *(
+                f"  {format_bytes(t.size_bytes):>10}  {escape_text(t.name)} {escape_text(t.dtype)}{list(t.shape)}"
+                for t in largest
+            ),
+            *(["slowest ops"] if slowest else []),
+            *(f"  {format_seconds(op.time_s):>10}  {escape_text(op.name)} ({escape_text(op.target)})" for op in slowest),
+        )
+    )
+
+
+def _iterate_facts(graph: Graph) -> Iterator[tuple[str, str]]:
+    for key in ("model", "device", "inputs"):
+        if key in graph.provenance:
+            value = graph.provenance[key]
+            yield key, escape_text(", ".join(map(str, value)) if isinstance(value, list | tuple) else value)
+    program, optional = graph.program, len(graph.ops) - len(graph.program)
+    phases = tuple(dict.fromkeys(op.phase for op in program))
+    counts = ", ".join(f"{sum(op.phase is phase for op in program):,} {phase}" for phase in phases)
+    yield "ops", f"{len(program):,} ({counts})" + (f", and {optional:,} optional ones" if optional else "")
+    yield "tensors", f"{len(graph.tensors):,}"
+    times = ", ".join(f"{phase} {format_seconds(_time_s(program, phase))}" for phase in phases if _time_s(program, phase))
+    yield "step time", f"{format_seconds(graph.time_s)} ({times})" if times else "not measured yet"
+    kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in graph.static_bytes_by_kind.items() if size)
+    yield "static memory", f"{format_bytes(graph.static_bytes)}" + (f" ({kinds})" if kinds else "")
+
+
+def _time_s(ops: tuple[Op, ...], phase: Phase) -> float:
+    return sum(op.time_s for op in ops if op.phase is phase)

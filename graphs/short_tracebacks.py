@@ -51,6 +51,14 @@ def shorten_traceback(function: Callable[P, T]) -> Callable[P, T]:
     return run_public
 
 
+def shorten_in_properties(kind: type[T]) -> type[T]:
+    """Return the public class `kind`, with errors of the planner in its properties raised where they are read."""
+    for name, value in list(vars(kind).items()):
+        if isinstance(value, property) and value.fget is not None and not name.startswith("_"):
+            setattr(kind, name, property(shorten_traceback(value.fget)))
+    return kind
+
+
 def _check_arguments(taken: Signature, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Raise a UsageError unless the function `name` can be called with these arguments."""
     parameters = taken.parameters.values()

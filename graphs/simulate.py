@@ -159,7 +159,7 @@ class _Memory:
         sizes = self.sizes
         made_bytes = sum([sizes[t] for t in op.outputs])
         if self.lent and op.stream == self.pool.owner:
-            self._get_back([one for one in self.lent if not one.makes.isdisjoint(op.inputs)])
+            self._release([one for one in self.lent if not one.makes.isdisjoint(op.inputs)])
         self.given = {t for _, t in op.overwrites if t in goes}
         self.live_bytes -= sum([sizes[t] for t in self.given])
         self.now_bytes = self.live_bytes + made_bytes
@@ -175,13 +175,13 @@ class _Memory:
 
     def free(self, t: int) -> None:
         if self.lent:
-            self._get_back([one for one in self.lent if t in one.uses])
+            self._release([one for one in self.lent if t in one.uses])
         if t not in self.given:
             self.live_bytes -= self.sizes[t]
         self.now_bytes = self.live_bytes
         self.at_step_bytes.append(self.now_bytes)
 
-    def _get_back(self, workspaces: Iterable[_Lent]) -> None:
+    def _release(self, workspaces: Iterable[_Lent]) -> None:
         """Free workspaces of transfers, which the owner of the pool waits for."""
         for one in workspaces:
             self.lent.remove(one)
@@ -215,7 +215,7 @@ class _Judge:
                     f"step {index} computes {op.name!r}, but its input {self.graph.tensors[t].name!r} is not in memory"
                 )
         for place in (*op.replaces, op_id):
-            self._check_order(index, op, self.graph.ops[place])
+            self._follow_order(index, op, self.graph.ops[place])
             self.done[place] = True
         new = [t for t in op.outputs if not there[t]]
         if len(new) < len(op.outputs):
@@ -234,8 +234,8 @@ class _Judge:
                 )
         self.computed.append(op_id)
 
-    def _check_order(self, index: int, op: Op, place: Op) -> None:
-        """Raise an error if `op` may not run as `place`, itself or an op of the program that it replaces, at this step."""
+    def _follow_order(self, index: int, op: Op, place: Op) -> None:
+        """Note that `op` runs as `place`, itself or an op of the program that it replaces; raise an error if it may not."""
         if self.done[place.id]:
             if not place.recomputable:
                 instead = "" if place is op else f" in place of {place.name!r}"

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 
 from graphs.checks import check_plain
-from graphs.errors import PlannerError, UsageError, quote
+from graphs.errors import PlannerError, UsageError, quote, suggest
 from graphs.ir import Graph
 from graphs.options.offload import remove_offload
 from solvers.request import Request
@@ -168,8 +167,7 @@ def check_solver(name: str) -> Entry:
     """
     if name not in SOLVERS:
         described = (known for known, entry in SOLVERS.items() if name and name.lower() in entry.description.lower())
-        close = [*get_close_matches(name.lower(), SOLVERS, n=1), *described]
-        meant = f" (did you mean {close[0]}?)" if close else ""
+        meant = suggest(name, SOLVERS) or next((f" (did you mean {known}?)" for known in described), "")
         raise UsageError(f"there is no solver {name!r}{meant}: `planner solvers` lists them all")
     return SOLVERS[name]
 

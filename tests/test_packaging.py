@@ -105,6 +105,16 @@ def test_an_editable_install_is_found_behind_folders_of_the_user() -> None:
     assert setuptools["package-dir"] == {"": "."}
 
 
+def test_another_pytorch_is_installed_with_the_setuptools_that_it_needs() -> None:
+    command = ["make", "--dry-run", "--always-make", f"PYTHON={sys.executable}", "TORCH=2.11.0", ".venv-torch-2.11.0/.installed"]
+    printed = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    made = next(line.partition(" >")[0] for line in printed.splitlines() if line.startswith("sed "))
+    bounds = subprocess.run(made, shell=True, cwd=ROOT, text=True, capture_output=True, check=True).stdout.splitlines()
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    assert set(bounds) - set(pinned) == {"torch==2.11.0"}
+    assert {pin.partition("==")[0] for pin in set(pinned) - set(bounds)} == {"torch", "setuptools"}
+
+
 def test_a_wheel_installs_and_its_command_answers(tmp_path: Path) -> None:
     sources = tmp_path / "sources"  # building leaves files behind
     for folder in ("graphs", "planner", "solvers"):

@@ -113,7 +113,7 @@ def steer(training: Training, holes: Mapping[int, Hole], slab_bytes: int) -> Ste
             may share a hole.
         slab_bytes: at least; the slab is a whole segment of its own, of 10 MiB at least.
     """
-    return _ModelledStep(training, holes, DEFAULT.choose_segment_bytes(max(slab_bytes, LEAST_OWN_SEGMENT_BYTES))).find_actions()
+    return _ModelledStep(training, holes, DEFAULT.choose_segment_bytes(max(slab_bytes, LEAST_OWN_SEGMENT_BYTES))).run()
 
 
 _Requests = Sequence[tuple[int, bool]]  # of an op: index of the buffer, and if it is requested or freed
@@ -146,8 +146,8 @@ class _ModelledStep:
         self.slab = block.segment
         self.allocator.free(block)
 
-    def find_actions(self) -> Steering:
-        """Return the actions around each step."""
+    def run(self) -> Steering:
+        """Run the step, and return the actions around each step of its schedule."""
         before = dict[int, Sequence[Action]]()
         for step, freed, requests in self._iterate_steps():
             for index in freed:

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
-from graphs.errors import UsageError
+from graphs.errors import UsageError, suggest
 from graphs.escape import escape_lines, escape_text
 from graphs.optimizers import OPTIMIZERS
 from planner.capture.options import OPTIONS, list_step_option_names
@@ -40,6 +40,9 @@ DONE, FAILED, USAGE, INFEASIBLE, LIMIT = 0, 1, 2, 3, 4
 OVER_BUDGET, DIFFERENT = 5, 6  # of a plan that was run
 INTERRUPTED = 130
 
+# How close an unknown name is to the one that was probably meant, and if it is an option of another command.
+_CLOSE, _SAME = 0.7, 0.85
+
 JOBS = 2  # default number of parallel solves
 
 MODEL_HELP = (
@@ -52,12 +55,17 @@ class Parser(argparse.ArgumentParser):
     """A parser that reports errors in one line, as all commands do, with the names that are close to an unknown one."""
 
     _given: Sequence[str] = ()
+    _others: Mapping[str, "Parser"] = {}  # the parsers of all commands, for one of them
     _commands: "argparse._SubParsersAction[Any] | None" = None
 
     def add_subparsers(self, **settings: Any) -> Any:
         """Add commands as argparse does, and remember them."""
         self._commands = super().add_subparsers(**settings)
         return self._commands
+
+    def join(self, commands: "Commands") -> None:
+        """Let errors name the other `commands` that take an option."""
+        self._others = commands.choices
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse arguments as argparse does; unknown options of a command are an error of that command, which knows its own."""
@@ -71,20 +79,36 @@ class Parser(argparse.ArgumentParser):
         """Print the error, the names that were probably meant, and a pointer to the help, and exit."""
         meant = self._close_names()
         said = f": did you mean {' and '.join(meant)}?" if meant else ""
+        elsewhere = "" if meant else "".join(map(self._name_takers, self._find_unknown()))
+        if invalid := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            said = said or suggest(invalid[1], re.findall(r"[\w-]+", invalid[2]))
         if message.endswith("expected one argument") and (negative := re.search(r"(?<= )-[\d.]\S*", f" {' '.join(self._given)}")):
             said = f": {negative[0]!r} is not above 0"
-        print_error(f"{message}{said} (see {self.prog} --help)")
+        print_error(f"{message}{said} (see {self.prog} --help){elsewhere}")
         raise SystemExit(USAGE)
 
     def _close_names(self) -> list[str]:
         """Return names of commands and options that are close to the unknown ones among the arguments."""
-        known = ["--help", *re.findall(r"--[a-z][a-z-]*", self.format_usage())]
-        words = [word.partition("=")[0] for word in self._given if word.startswith("--")]
-        if self._commands is not None:  # the first argument, which may be meant as an option: help
-            known, words = [*self._commands.choices, *known], list(self._given[:1])
-        abbreviated = self._commands is None  # options may be
-        unknown = [word for word in words if not any(name == word or (abbreviated and name.startswith(word)) for name in known)]
-        return list(dict.fromkeys(name for word in unknown for name in get_close_matches(word, known, n=1, cutoff=0.7)))
+        known, unknown = self._list_known(), self._find_unknown()
+        cutoffs = {word: _SAME if self._name_takers(word) else _CLOSE for word in unknown}
+        close = (get_close_matches(word, known, n=1, cutoff=cutoff) for word, cutoff in cutoffs.items())
+        return list(dict.fromkeys(name for names in close for name in names))
+
+    def _name_takers(self, word: str) -> str:
+        """Return in words which other commands take an option `word`; "" if none does."""
+        takers = [f"planner {name}" for name, parser in self._others.items() if word in parser._list_known()]
+        return f"; {word} is an option of {', '.join(takers)}" if takers else ""
+
+    def _list_known(self) -> list[str]:
+        """Return the names of the options, after those of the commands."""
+        commands = [] if self._commands is None else self._commands.choices
+        return [*commands, "--help", *re.findall(r"--[a-z][a-z-]*", self.format_usage())]
+
+    def _find_unknown(self) -> list[str]:
+        """Return the options among the arguments that are not known, or the first argument if that is to be a command."""
+        known, abbreviated = self._list_known(), self._commands is None
+        words = [word.partition("=")[0] for word in self._given if word.startswith("--")] if abbreviated else self._given[:1]
+        return [word for word in words if not any(name == word or (abbreviated and name.startswith(word)) for name in known)]
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -111,6 +135,7 @@ def add_command(commands: Commands, name: str, summary: str, epilog: str) -> Par
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.join(commands)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 

@@ -16,7 +16,7 @@ from graphs.units import UNLIMITED_BYTES, format_bytes, format_enough
 from planner.capture.options import apply_options, get_option, list_options_to_try, order_as_executed
 from planner.memory.allocated_budget import REORDERED
 from planner.memory.least_budget import LeastBudget, find_least_budget
-from planner.memory.reserved import predict_beside, predict_counted_bytes
+from planner.memory.reserved import is_on_cuda, predict_beside, predict_counted_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
 from solvers.bounds import bound_least_budget
@@ -76,7 +76,8 @@ class KnownBudgets:
     @property
     def names_least(self) -> bool:
         """True if the solve may have any schedule, so that the least budget is named where it has none."""
-        return self.settings.solver in REORDERED and not self.settings.arena
+        needs_addresses = self.settings.arena and not is_on_cuda(self.request.graph)  # which the solve itself has to find
+        return self.settings.solver in REORDERED and not needs_addresses
 
     def begin(self) -> Request:
         """Look for the least budget if the budget is tight; return the request of the solve, which starts from its schedule."""
@@ -106,9 +107,10 @@ class KnownBudgets:
         The bound of the solve holds for that schedule if it is in the same order.
         """
         result, graph = solved.result, self.request.graph
-        if result.status is not Status.INFEASIBLE and not (result.status is Status.LIMIT and self.names_least):
+        if result.status not in (Status.INFEASIBLE, Status.LIMIT):
             return result
-        self._look(self._is_late)
+        if result.status is Status.INFEASIBLE or self.names_least:
+            self._look(self._is_late)
         if self._least is None or self._witness is None:
             return result.map_to(message=result.message + self._describe_hints() + self._describe_time(result))
         same = self._least.order == solved.order.original and result.bound_s is not None
@@ -138,7 +140,7 @@ class KnownBudgets:
 
     def _describe_time(self, result: Result) -> str:
         """Return a sentence with the time of the whole call, if that is why nothing was found."""
-        if result.reason is not Reason.TIME:
+        if result.reason is not Reason.TIME or self.settings.solver not in REORDERED:
             return ""
         clock = self.request.clock
         return f" It took {clock.format_amount(clock.now)} (limit {clock.format_amount(clock.limit)})."

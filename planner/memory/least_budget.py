@@ -31,7 +31,8 @@ from solvers.tolerance import Tolerance
 # Units of work: for the order of the ops; in each order, for schedules without a program; for the solves after that.
 _ORDER, _KNOWN, _SOLVES = 2.0, 1.0, 1.0
 _LINK = 25e9  # bytes per second of all transfers
-_PRECISION = 0.005  # of the budget found: where the search ends
+_PRECISION = 0.005  # of the budget found: where the search ends for reserved memory, which comes in segments,
+_CLOSE = 0.001  # and for allocated bytes, whose bound is often met
 _NEXT = 0.6  # position of the next budget in the bracket, nearer to the feasible end
 _SLICE, _SLICE_LEAST = 0.3, 0.5  # of the work that is left, and in its unit: for each budget of reserved memory
 _FAILURES = 2  # budgets of reserved memory in turn that nothing is found for
@@ -48,6 +49,7 @@ class LeastBudget:
         schedule: of the graph; it runs within `found_bytes`.
         order: the ops in the order of its first executions.
         larger: schedules that were met in solves, with their orders; some need more and take less time.
+        stopped: True if the search was stopped, so that the whole search may find less.
     """
 
     proved_bytes: int
@@ -55,6 +57,7 @@ class LeastBudget:
     schedule: Schedule
     order: tuple[int, ...]
     larger: tuple["LeastBudget", ...] = ()
+    stopped: bool = False
 
     @property
     def exact(self) -> bool:
@@ -92,10 +95,11 @@ def find_least_budget(
         found = _search(_set_even_links(graph), memory, stop, reorders=reorders)
     else:
         found = _find_in_arena(graph, memory, find_least_budget(graph, reorders=reorders, should_stop=stop), arena=arena)
-    if not stop():
-        _remembered[key] = found
-        if len(_remembered) > _REMEMBERED:
-            del _remembered[next(iter(_remembered))]
+    if stop():
+        return replace(found, stopped=True)
+    _remembered[key] = found
+    if len(_remembered) > _REMEMBERED:
+        del _remembered[next(iter(_remembered))]
     return found
 
 
@@ -175,7 +179,7 @@ def _narrow(graph: Graph, found: Sequence[LeastBudget], memory: CountedMemory, s
     others = [least.proved_bytes for least in found if least is not known]
     order = permute(graph, known.order)
     schedule = order.schedule_of_graph(known.schedule)
-    solved = narrow_bracket(order.graph, schedule, WorkClock(_SOLVES), precision=_PRECISION, should_stop=stop)
+    solved = narrow_bracket(order.graph, schedule, WorkClock(_SOLVES), precision=_CLOSE, should_stop=stop)
     best = _judge(order, solved.schedule, memory, solved.proved_bytes)
     return replace(best, proved_bytes=min([best.proved_bytes, *others]))
 

@@ -70,8 +70,18 @@ def release_large_blocks() -> Iterator[None]:
     libc.malloc_trim(0)
     try:
         yield
-    finally:  # with the value that the C library reaches by itself once large blocks have been freed
+    finally:
         libc.malloc_trim(0)
+        keep_freed_blocks()
+
+
+def keep_freed_blocks() -> None:
+    """Make the C library keep freed blocks as it does by itself once one of 32 MB was freed, unless memory is tight.
+
+    Until then it returns the end of its heap whenever twice the largest freed block is free there, as after evictions: a sixth of
+    the time of a small GPT-2 at 40% of its peak went into pages that were taken again.
+    """
+    if not _returns_large_blocks and (libc := _load_glibc()) is not None:
         libc.mallopt(_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD_BYTES)
         libc.mallopt(_TRIM_THRESHOLD, 2 * _MOST_MMAP_THRESHOLD_BYTES)
 

@@ -20,6 +20,7 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <c10/util/bit_cast.h>
+#include <c10/util/flat_hash_map.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/api/include/torch/version.h>
@@ -239,7 +240,7 @@ class Receiver : public c10::DebugInfoBase {
  private:
   void (*const describe_)(const char*, const char*, int64_t*);
   std::recursive_mutex mutex_; // of the operators
-  std::unordered_map<c10::OperatorHandle, std::unique_ptr<OperatorFacts>> operators_;
+  ska::flat_hash_map<c10::OperatorHandle, std::unique_ptr<OperatorFacts>> operators_;
 };
 
 void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) {

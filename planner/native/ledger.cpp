@@ -2,8 +2,7 @@
 // heuristic does; both choose the same storages, and a test drives them side by side.
 //
 // Costs of neighbourhoods that are classes of a union-find are added up when they are asked for, because a storage has few
-// neighbours. Those that are regions are kept until they change. Each choice looks at all candidates: a score takes nanoseconds
-// here, so that the sorted bounds of solvers.online.candidates are not needed.
+// neighbours. Those that are regions are kept until they change. Each choice looks at all candidates: a score takes nanoseconds.
 
 #include "op_records.h"
 

@@ -149,9 +149,8 @@ class Records final : public OpRecords {
     if (called.facts.only_writes != 0 && std::all_of(written.begin(), written.end(), is_pinned)) {
       return write_pinned(called, written);
     }
-    const auto op = called.unusual ? c10::make_intrusive<RecordedOp>(build_unusual(called))
-                                   : c10::make_intrusive<RecordedOp>(find_pattern(called));
-    record_as(op, called, written, is_between);
+    // An op with arguments that no record can have, or that rebinds a tensor, is not executed again.
+    record_as(c10::make_intrusive<RecordedOp>(called.unusual ? new_pattern(called) : find_pattern(called)), called, written, is_between);
   }
 
   // Leaves that have gradients or whose storage is never evicted are held themselves, and so are parameters: as in plain eager PyTorch,
@@ -228,7 +227,7 @@ class Records final : public OpRecords {
         memory_.log_release(*storage, true);
       }
     }
-    if (!sources_.has_saved() && is_closed.of(recorder_).ptr() == Py_True) {
+    if (!sources_.has_saved() && !recomputation_.in_block) {
       forget.call(recorder_);
     }
   }
@@ -269,9 +268,10 @@ class Records final : public OpRecords {
       ++storage->version;
     }
     if (memory_.log) {
-      LoggedOp logged{{}, {}, {}, {}, 0, false, false, false, -1, 0, module_name()};
+      auto& logged = add_to_log(called.facts);
+      logged.module = module_name();
       std::for_each(written.begin(), written.end(), [&](const StoragePtr& storage) { add_number(logged.written, storage); });
-      add_to_log(std::move(logged), called.facts, 0);
+      count_logged(called.facts, 0);
     }
   }
 
@@ -293,7 +293,9 @@ class Records final : public OpRecords {
       throw raised;
     }
     std::for_each(written.begin(), is_unwritten ? written.begin() : written.end(), [&](const auto& part) { recomputation_.restore(part); });
-    forget_failures.call(costs_);
+    if (!times_each_) {
+      forget_failures.call(costs_);
+    }
     if (draws.has_value()) {
       const Locked locked(lock_of_draws_);
       set_state(draws->generator, get_state(draws->before));
@@ -309,8 +311,7 @@ class Records final : public OpRecords {
     return borrow(PyList_GetItem(names_.ptr(), static_cast<Py_ssize_t>(*module_number_)));
   }
 
-  // Returns the record of such an op, without storages.
-  const RecordedOp& find_pattern(const CalledOp& called) {
+  const std::shared_ptr<OpPattern>& find_pattern(const CalledOp& called) {
     if (const auto found = patterns_.find(called.key); found != patterns_.end()) {
       return found->second;
     }
@@ -323,15 +324,15 @@ class Records final : public OpRecords {
     return patterns_.emplace(called.key, build_pattern(called)).first->second;
   }
 
-  RecordedOp build_pattern(const CalledOp& called) {
-    auto pattern = std::make_shared<OpPattern>(new_pattern(called));
+  std::shared_ptr<OpPattern> build_pattern(const CalledOp& called) {
+    auto pattern = new_pattern(called);
     const bool drops_statistics = called.updates_statistics && called.facts.replay == OperatorFacts::kWithoutStatistics;
     if (drops_statistics) {
       pattern->handle = c10::Dispatcher::singleton().findSchemaOrThrow(called.handle.operator_name().name.c_str(), "no_stats");
     }
     auto input = called.inputs.begin();
     const auto add_input = [&](size_t place, std::optional<size_t> item) {
-      pattern->inputs.push_back({input->sizes().vec(), input->strides().vec(), input->scalar_type(), place, item});
+      pattern->inputs.push_back({at::DimVector(input->sizes()), at::DimVector(input->strides()), input->scalar_type(), place, item});
       ++input;
     };
     for (size_t i = 0; i < called.arguments.size(); ++i) {
@@ -361,45 +362,43 @@ class Records final : public OpRecords {
         }
       }
     }
-    RecordedOp fields(std::move(pattern));
     const bool has_replay = !called.updates_statistics || called.facts.replay != OperatorFacts::kNoReplay;
-    fields.recordable = called.facts.repeatable != 0 && has_replay;
-    fields.known = called.sized_by_data ? std::make_shared<KnownOp>() : learn_sizes(called, fields.pattern->operator_);
-    return fields;
+    pattern->recordable = called.facts.repeatable != 0 && has_replay;
+    if (!called.sized_by_data) {
+      learn_sizes(called, pattern);
+    }
+    return pattern;
   }
 
-  // Returns the record of an op with arguments that no record can have, or that rebinds a tensor: it is not executed again.
-  RecordedOp build_unusual(const CalledOp& called) {
-    RecordedOp fields(std::make_shared<OpPattern>(new_pattern(called)));
-    fields.known = std::make_shared<KnownOp>();
-    return fields;
-  }
-
-  OpPattern new_pattern(const CalledOp& called) {
+  std::shared_ptr<OpPattern> new_pattern(const CalledOp& called) {
     const auto operator_ = borrow(reinterpret_cast<PyObject*>(called.facts.python));
-    return {operator_, present_settings(), called.handle, {}, {}, at::GradMode::is_enabled()};
+    return std::make_shared<OpPattern>(OpPattern{operator_, present_settings(), called.handle, at::GradMode::is_enabled()});
   }
 
-  // Returns the facts about a new signature.
-  std::shared_ptr<KnownOp> learn_sizes(const CalledOp& called, const py::object& operator_) {
-    auto known = std::make_shared<KnownOp>();
-    known->number = static_cast<int64_t>(KeyHash()(called.key) >> 2 | 1);
+  static py::object wrap_known(const std::shared_ptr<OpPattern>& pattern) {
+    return py::cast(std::shared_ptr<KnownOp>(pattern, &pattern->known));
+  }
+
+  // Fills in the facts about a new signature.
+  void learn_sizes(const CalledOp& called, const std::shared_ptr<OpPattern>& pattern) {
+    auto& known = pattern->known;
+    const auto& operator_ = pattern->operator_;
+    known.number = static_cast<int64_t>(KeyHash()(called.key) >> 2 | 1);
     const bool has_rule = called.facts.may_guess == 0 && called.facts.resizes_out == 0;
     const auto size_bytes = has_rule ? count_bytes_of(called) : std::nullopt;
     if (size_bytes.has_value()) {
-      known->out_bytes = *size_bytes;
+      known.out_bytes = *size_bytes;
     } else {
       const auto [args, kwargs] = to_python(called);
-      learn_sizes_of.call(recorder_, py::cast(known), function.of(operator_), args, kwargs);
+      learn_sizes_of.call(recorder_, wrap_known(pattern), function.of(operator_), args, kwargs);
     }
     if (!times_each_) {
       const auto read_bytes = number(count_read_bytes(called));
-      if (const auto likely_bytes = to_int(estimate.call(costs_, operator_, py::cast(known), read_bytes)); likely_bytes > 0) {
-        const auto with_op_bytes = memory_.live_bytes + known->out_bytes + likely_bytes;
+      if (const auto likely_bytes = to_int(estimate.call(costs_, operator_, wrap_known(pattern), read_bytes)); likely_bytes > 0) {
+        const auto with_op_bytes = memory_.live_bytes + known.out_bytes + likely_bytes;
         memory_.peak_bytes = std::max(memory_.peak_bytes, std::min(with_op_bytes, memory_.budget_bytes));
       }
     }
-    return known;
   }
 
   static int64_t count_read_bytes(const CalledOp& called) {
@@ -421,6 +420,16 @@ class Records final : public OpRecords {
       }
     }
     return total_bytes;
+  }
+
+  // Returns the most that the outputs of an op take whose sizes depend on data.
+  int64_t count_most_bytes(const CalledOp& called, const py::object& operator_) {
+    const bool has_rule = called.facts.sized_by_data == OperatorFacts::kSizedByData;
+    if (const auto size_bytes = has_rule ? count_bytes_of(called) : std::nullopt; size_bytes.has_value()) {
+      return *size_bytes;
+    }
+    const auto [args, kwargs] = to_python(called);
+    return to_int(bound_bytes.call(recorder_, operator_, args, kwargs));
   }
 
   // Returns the device of the outputs: the one that is asked for, or that of the tensors; numbers may be on another.
@@ -498,17 +507,16 @@ class Records final : public OpRecords {
 
   void record_as(const c10::intrusive_ptr<RecordedOp>& object, const CalledOp& called, const Written& written, bool is_between) {
     auto& op = *object;
-    const auto operator_ = op.pattern->operator_;
+    const auto& operator_ = op.pattern->operator_;
+    const auto& known = op.pattern->known;
     if (called.sized_by_data && !called.unusual) {
-      const auto [args, kwargs] = to_python(called);
-      op.known->out_bytes = to_int(bound_bytes.call(recorder_, operator_, args, kwargs));
+      op.pattern->known.out_bytes = count_most_bytes(called, operator_);
     }
-    const auto& known = op.known;
     for (const auto& tensor : called.inputs) {
       refer(tensor, op);
     }
     op.module = module_name();
-    const auto out_bytes = known->out_bytes, workspace_bytes = known->workspace_bytes;
+    const auto out_bytes = known.out_bytes, workspace_bytes = known.workspace_bytes;
     make_room(op, out_bytes, workspace_bytes);
     if (is_between && memory_.live_bytes > memory_.between_peak_bytes) {
       memory_.settle_all();
@@ -527,7 +535,7 @@ class Records final : public OpRecords {
       memory_.make_room(0, function.of(op.pattern->operator_));
     }
     if (is_between) {
-      const auto most_bytes = held_bytes + made_bytes + known->workspace_bytes;
+      const auto most_bytes = held_bytes + made_bytes + known.workspace_bytes;
       memory_.between_peak_bytes = std::max(memory_.between_peak_bytes, most_bytes);
     }
   }
@@ -538,13 +546,14 @@ class Records final : public OpRecords {
     if (memory_.live_bytes + room_bytes > std::min(memory_.peak_bytes, memory_.budget_bytes)) {
       memory_.settle_all();
     }
+    const auto& known = op.pattern->known;
     if (memory_.live_bytes + room_bytes <= memory_.budget_bytes) {
-      if (!op.known->guessed || op.known->measurements != measurements_) { // else it is an estimate
+      if (!known.guessed || known.measurements != measurements_) { // else it is an estimate
         memory_.peak_bytes = std::max(memory_.peak_bytes, memory_.live_bytes + room_bytes);
       }
       return;
     }
-    const bool is_guessed = op.known->guessed;
+    const bool is_guessed = known.guessed;
     if (!memory_.try_to_make_room(room_bytes, !is_guessed)) {
       memory_.make_room(is_guessed ? out_bytes : room_bytes, function.of(op.pattern->operator_));
     }
@@ -604,15 +613,15 @@ class Records final : public OpRecords {
   }
 
   int64_t run_timed(const CalledOp& called, RecordedOp& op, const Written& written) {
-    const auto& known = op.known;
-    if (known->needs_block) {
-      const auto size_bytes = known->out_bytes + known->workspace_bytes;
+    auto& known = op.pattern->known;
+    if (known.needs_block) {
+      const auto size_bytes = known.out_bytes + known.workspace_bytes;
       find_block.call(costs_, number(size_bytes), evict_after.of(recorder_));
     }
-    const bool is_measured = !times_each_ && start.call(costs_, py::cast(known)).ptr() == Py_True;
+    const bool is_measured = !times_each_ && start.call(costs_, wrap_known(op.pattern)).ptr() == Py_True;
     int64_t taken_bytes = -1;
     const auto begun_s = memory_.now();
-    while (const auto error = times_each_ ? execute_here(called, *known, taken_bytes) : execute(called)) {
+    while (const auto error = times_each_ ? execute_here(called, known, taken_bytes) : execute(called)) {
       try {
         recover(op.pattern->operator_, op.draws, written, error);
       } catch (const py::error_already_set&) {
@@ -625,7 +634,7 @@ class Records final : public OpRecords {
     auto seconds = memory_.now() - begun_s;
     if (!times_each_) {
       check_memory.call(costs_, function.of(op.pattern->operator_));
-      seconds = known->seconds;
+      seconds = known.seconds;
     }
     if (is_measured) {
       const auto measured = stop.call(costs_);
@@ -633,7 +642,7 @@ class Records final : public OpRecords {
       taken_bytes = to_int(measured[py::int_(1)]);
     }
     advance_clock(seconds);
-    op.seconds = known->seconds = std::min(known->seconds, seconds);
+    op.seconds = known.seconds = std::min(known.seconds, seconds);
     ++recomputation_.step_ops;
     return taken_bytes;
   }
@@ -656,7 +665,7 @@ class Records final : public OpRecords {
   int64_t record_outputs(
       const CalledOp& called, const c10::intrusive_ptr<RecordedOp>& object, const Written& written, int64_t taken_bytes) {
     auto& op = *object;
-    const auto& known = op.known;
+    auto& known = op.pattern->known;
     const auto outputs = called.outputs();
     const bool is_list = outputs.size() == 1 && outputs[0].isTensorList();
     const auto values = is_list ? outputs[0].toListRef() : outputs;
@@ -697,17 +706,17 @@ class Records final : public OpRecords {
       }
     }
     if (taken_bytes >= 0) {
-      const auto before = known->guessed ? 0 : known->workspace_bytes;
+      const auto before = known.guessed ? 0 : known.workspace_bytes;
       const auto workspace = taken_bytes - made_bytes;
-      known->workspace_bytes = std::max(before, workspace);
-      known->guessed = false;
+      known.workspace_bytes = std::max(before, workspace);
+      known.guessed = false;
       if (!times_each_) {
         const auto moved_bytes = number(made_bytes + count_read_bytes(called));
         note.call(costs_, op.pattern->operator_, moved_bytes, py::float_(op.seconds), number(workspace));
       }
     }
-    op.room_bytes = made_bytes + known->workspace_bytes;
-    known->out_bytes = made_bytes;
+    op.room_bytes = made_bytes + known.workspace_bytes;
+    known.out_bytes = made_bytes;
     if (op.recordable && !op.made.empty()) {
       count_op(op);
     } else if (!op.made.empty()) {
@@ -748,9 +757,9 @@ class Records final : public OpRecords {
         input.storage.reset();
       }
     }
-    write.known = nullptr;
     // The storage counts with its last size from the first op on.
-    write.room_bytes = op.known->workspace_bytes + (resizes_out ? 0 : op.known->out_bytes);
+    const auto& known = op.pattern->known;
+    write.room_bytes = known.workspace_bytes + (resizes_out ? 0 : known.out_bytes);
     write.in_place = true;
     write.made.emplace_back(0, WeakStoragePtr(storage));
     ++memory_.packs;
@@ -769,7 +778,11 @@ class Records final : public OpRecords {
 
   // Logs an op for the plans of repeated steps.
   void log_op(const RecordedOp& op, const OperatorFacts& facts, const Written& written) {
-    LoggedOp logged{{}, {}, {}, {}, op.seconds, op.recordable, false, false, -1, op.known->workspace_bytes, op.module};
+    auto& logged = add_to_log(facts);
+    logged.time_s = op.seconds;
+    logged.recomputable = op.recordable;
+    logged.workspace_bytes = op.pattern->known.workspace_bytes;
+    logged.module = op.module;
     for (const auto& input : op.reads) {
       add_number(logged.inputs, input.storage);
     }
@@ -779,7 +792,7 @@ class Records final : public OpRecords {
     for (const auto& storage : written) {
       add_number(logged.written, storage);
     }
-    add_to_log(std::move(logged), facts, static_cast<uint64_t>(op.known->number));
+    count_logged(facts, static_cast<uint64_t>(op.pattern->known.number));
   }
 
   // Adds the number of a storage, unless it is there.
@@ -789,15 +802,21 @@ class Records final : public OpRecords {
     }
   }
 
-  void add_to_log(LoggedOp op, const OperatorFacts& facts, uint64_t shapes) {
+  // Begins to log an op, whose storages are to be filled in before it is counted.
+  LoggedOp& add_to_log(const OperatorFacts& facts) {
+    auto& op = memory_.log->ops.emplace_back();
     op.target = function.of(reinterpret_cast<PyObject*>(facts.python));
     op.random = facts.random != 0;
     if (const auto node = torch::autograd::get_current_node()) {
       op.backward = true;
       op.node = static_cast<int64_t>(node->sequence_nr());
     }
+    return op;
+  }
+
+  void count_logged(const OperatorFacts& facts, uint64_t shapes) {
     auto& log = *memory_.log;
-    log.add_op(std::move(op), facts.python, shapes);
+    log.count_op(facts.python, shapes);
     if (log.followed && !log.followed->is_begun_as(log)) {
       check_plan.call(plans_);
     }
@@ -806,9 +825,8 @@ class Records final : public OpRecords {
   const Name allocates_first{"allocates_first"}, begin_saving{"begin_saving"}, begin_step_of{"begin_step"}, bound_bytes{"bound_bytes"},
       check_memory{"check_memory"}, check_plan{"check_plan"}, end{"end"}, estimate{"estimate"}, evict_after{"evict_after"},
       evict_one{"evict_one"}, find_block{"find_block"}, find_made{"find_made"}, forget{"forget"},
-      forget_failures{"forget_failures"}, function{"function"}, has_plans{"has_plans"}, is_closed{"is_closed"},
-      learn_sizes_of{"learn_sizes"}, note{"note"}, raise_overwritten{"raise_overwritten"}, recover_{"recover"}, start{"start"},
-      stop{"stop"};
+      forget_failures{"forget_failures"}, function{"function"}, has_plans{"has_plans"}, learn_sizes_of{"learn_sizes"},
+      note{"note"}, raise_overwritten{"raise_overwritten"}, recover_{"recover"}, start{"start"}, stop{"stop"};
 
   const py::object recorder_;
   std::recursive_mutex lock_; // of the state of the runtime, because a backward pass may run in several threads
@@ -825,7 +843,7 @@ class Records final : public OpRecords {
   const int64_t few_ops_, measurements_;
   const c10::Device budget_device_;
   const bool times_each_; // ops are done when they return
-  std::unordered_map<Key, RecordedOp, KeyHash> patterns_, older_patterns_; // records of ops, without their storages
+  std::unordered_map<Key, std::shared_ptr<OpPattern>, KeyHash> patterns_, older_patterns_;
 };
 
 } // namespace

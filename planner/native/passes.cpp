@@ -9,8 +9,6 @@
 // Python's interpreter lock is released between calls of Python. An instruction that fails ends the pass; all registers are
 // freed before the error reaches Python, with the position of the instruction.
 
-#define PY_SSIZE_T_CLEAN
-#define AT_PER_OPERATOR_HEADERS
 #include <Python.h>
 
 #include <ATen/ScalarOps.h>

@@ -271,7 +271,7 @@ bool Recomputation::call(
   const auto recorder = borrow(memory_.recorder);
   const auto& operator_ = op.pattern->operator_;
   set_settings(op.pattern->settings);
-  if (!times_each_ && op.known != nullptr && op.known->needs_block) {
+  if (!times_each_ && !op.in_place && op.pattern->known.needs_block) {
     find_block_.call(costs_, number(op.room_bytes), evict_after_.of(recorder));
   }
   while (true) {

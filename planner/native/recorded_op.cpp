@@ -14,7 +14,7 @@ namespace {
 namespace py = pybind11;
 using namespace python_objects;
 
-at::Tensor view_of(const at::Tensor& source, const Argument& input, const Read& read) {
+at::Tensor view_of(const at::Tensor& source, const InputPattern& input, const Read& read) {
   auto view = at::detail::make_tensor<c10::TensorImpl>(
       c10::TensorImpl::VIEW, c10::Storage(source.storage()), source.key_set(), c10::scalarTypeToTypeMeta(input.dtype));
   auto* impl = view.unsafeGetTensorImpl();

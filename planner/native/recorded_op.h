@@ -7,6 +7,7 @@
 #include "python_objects.h"
 #include "tracked_storage.h"
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -29,21 +30,11 @@ TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue value);
 void set_settings(KernelSettings settings);
 
 // A tensor that is an argument of an op, without what differs between ops of a signature.
-struct Argument {
-  std::vector<int64_t> sizes, strides;
+struct InputPattern {
+  at::DimVector sizes, strides;
   c10::ScalarType dtype;
   size_t place; // of the argument
   std::optional<size_t> item; // of its list
-};
-
-// What the records of a signature share.
-struct [[gnu::visibility("hidden")]] OpPattern {
-  pybind11::object operator_; // Python's `Operator`
-  KernelSettings settings; // with which it ran
-  c10::OperatorHandle handle; // to be called again: the operator, or one that computes the same outputs without side effects
-  std::vector<c10::IValue> arguments; // without tensors
-  std::vector<Argument> inputs;
-  bool grad_enabled; // some kernels decide by it what they keep for their backward pass
 };
 
 // The facts about the ops of one signature: `KnownOp` of planner.train.eager.sizes.
@@ -51,6 +42,18 @@ struct KnownOp {
   int64_t out_bytes = 0, number = 0, workspace_bytes = 0, measurements = 0;
   double seconds = std::numeric_limits<double>::infinity();
   bool guessed = false, needs_block = false;
+};
+
+// What the records of a signature share.
+struct [[gnu::visibility("hidden")]] OpPattern {
+  const pybind11::object operator_; // Python's `Operator`
+  KernelSettings settings; // with which it ran
+  c10::OperatorHandle handle; // to be called again: the operator, or one that computes the same outputs without side effects
+  bool grad_enabled; // some kernels decide by it what they keep for their backward pass
+  bool recordable = false;
+  KnownOp known{};
+  std::vector<c10::IValue> arguments{}; // without tensors
+  std::vector<InputPattern> inputs{};
 };
 
 // A tensor that an op has read, without what all ops of its signature share.
@@ -70,8 +73,7 @@ void set_state(at::Generator generator, const at::Tensor& state);
 
 // One execution of an operator: what is not the pattern's.
 struct [[gnu::visibility("hidden")]] RecordedOp final : c10::intrusive_ptr_target {
-  std::shared_ptr<const OpPattern> pattern;
-  std::shared_ptr<KnownOp> known{}; // null for a write in place
+  std::shared_ptr<OpPattern> pattern;
   pybind11::object module{};
   double seconds = 0;
   std::optional<Draws> draws{};
@@ -81,9 +83,9 @@ struct [[gnu::visibility("hidden")]] RecordedOp final : c10::intrusive_ptr_targe
   c10::SmallVector<std::pair<int64_t, WeakStoragePtr>, 1> made{}; // positions of outputs, and their storages
   std::shared_ptr<std::vector<RecordedOp*>> pending{}; // where it waits for the ledger, at `place`; null if it does not
   int64_t place = -1, ledger_id = -1, number = 0, room_bytes = 0; // `room_bytes`: of its outputs and its workspace
-  bool recordable = false, in_place = false;
+  bool recordable, in_place = false;
 
-  explicit RecordedOp(std::shared_ptr<const OpPattern> of) : pattern(std::move(of)) {}
+  explicit RecordedOp(std::shared_ptr<OpPattern> of) : pattern(std::move(of)), recordable(pattern->recordable) {}
   RecordedOp(const RecordedOp&) = default;
   ~RecordedOp() override;
 

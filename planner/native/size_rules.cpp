@@ -43,7 +43,7 @@ struct Asked {
   }
 };
 
-using Rule = ByteCounts (*)(const Asked&);
+using SizeRule = ByteCounts (*)(const Asked&);
 
 int64_t multiply(at::IntArrayRef sizes) {
   int64_t product = 1;
@@ -117,6 +117,11 @@ ByteCounts count_pointwise(const Asked& asked) {
     return std::nullopt;
   }
   return {{count_elements(asked) * static_cast<int64_t>(c10::elementSize(*real))}};
+}
+
+// At most the positions of all elements.
+ByteCounts count_positions(const Asked& asked) {
+  return {{asked.tensor(0).numel() * std::max<int64_t>(1, asked.tensor(0).dim()) * 8}};
 }
 
 ByteCounts count_truth_values(const Asked& asked) {
@@ -238,8 +243,8 @@ ByteCounts count_selected(const Asked& asked) {
   return {{elements * static_cast<int64_t>(tensor.element_size())}};
 }
 
-const std::vector<std::pair<Rule, std::vector<std::string_view>>>& named_rules() {
-  static const auto& rules = *new std::vector<std::pair<Rule, std::vector<std::string_view>>>{
+const std::vector<std::pair<SizeRule, std::vector<std::string_view>>>& named_rules() {
+  static const auto& rules = *new std::vector<std::pair<SizeRule, std::vector<std::string_view>>>{
       {count_concatenated, {"cat"}},
       {count_embedding, {"embedding"}},
       {count_gathered, {"gather"}},
@@ -250,6 +255,7 @@ const std::vector<std::pair<Rule, std::vector<std::string_view>>>& named_rules()
       {count_loss, {"binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"}},
       {count_new, {"new_empty", "new_full", "new_ones", "new_zeros"}},
       {count_nothing, {"_unsafe_view"}},
+      {count_positions, {"nonzero"}},
       {count_product, {"addmm", "baddbmm", "bmm", "mm"}},
       {count_reduced, {"mean", "sum"}},
       {count_selected, {"index_select"}},
@@ -261,7 +267,7 @@ const std::vector<std::pair<Rule, std::vector<std::string_view>>>& named_rules()
 }
 
 // Returns the rule for an operator; null if there is none.
-Rule find_rule(const c10::OperatorHandle& handle) {
+SizeRule find_rule(const c10::OperatorHandle& handle) {
   const auto& returns = handle.schema().returns();
   if (std::all_of(returns.begin(), returns.end(), [](const auto& value) { return value.alias_info() != nullptr; })) {
     return count_nothing;

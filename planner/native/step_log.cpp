@@ -19,7 +19,8 @@ int64_t StepLog::add_storage(int64_t size_bytes) {
   return std::ssize(sizes_bytes) - 1;
 }
 
-void StepLog::add_op(LoggedOp op, int64_t target, uint64_t shapes) {
+void StepLog::count_op(int64_t target, uint64_t shapes) {
+  const auto& op = ops.back();
   auto [chain, structure, made_bytes] = totals.back();
   structure = mix(structure, static_cast<uint64_t>(target));
   for (const auto* numbers : {&op.inputs, &op.made, &op.written}) {
@@ -34,7 +35,6 @@ void StepLog::add_op(LoggedOp op, int64_t target, uint64_t shapes) {
     made_bytes += size_bytes;
     chain = shapes == 0 ? mix(chain, static_cast<uint64_t>(size_bytes)) : chain;
   }
-  ops.push_back(std::move(op));
   totals.push_back({chain, structure, made_bytes});
 }
 
@@ -85,8 +85,9 @@ py::object step_log_type() {
           .def("add_op", [](StepLog& log, const py::tuple& op) {
             const auto numbers = [&](size_t i) { return op[i].cast<StorageNumbers>(); };
             const auto is = [&](size_t i) { return op[i].cast<bool>(); };
-            log.add_op({op[0], numbers(1), numbers(2), numbers(3), to_double(op[4]), is(5), is(6), is(7), to_int(op[8]), to_int(op[9]),
-                        op[10]}, py::hash(op[0]), 0);
+            log.ops.push_back({op[0], numbers(1), numbers(2), numbers(3), to_double(op[4]), is(5), is(6), is(7), to_int(op[8]),
+                               to_int(op[9]), op[10]});
+            log.count_op(py::hash(op[0]), 0);
           })
           .def("note_unpacked", [](StepLog& log, int64_t storage) { log.unpacked.emplace_back(storage, log.ops.size()); })
           .def("note_released", &StepLog::note_released, py::arg("storage"), py::arg("only_saved") = false));

@@ -24,15 +24,15 @@ using StorageNumbers = c10::SmallVector<int64_t, 3>; // in a step
 struct [[gnu::visibility("hidden")]] LoggedOp {
   pybind11::object target;
   StorageNumbers inputs, made, written;
-  double time_s;
-  bool recomputable, random, backward;
-  int64_t node, workspace_bytes;
+  double time_s = 0;
+  bool recomputable = false, random = false, backward = false;
+  int64_t node = -1, workspace_bytes = 0;
   pybind11::object module;
 };
 
 struct [[gnu::visibility("hidden")]] StepLog {
   int64_t add_storage(int64_t size_bytes);
-  void add_op(LoggedOp op, int64_t target, uint64_t shapes); // 0 if the shapes follow from the sizes of what it makes
+  void count_op(int64_t target, uint64_t shapes); // the last one; `shapes`: 0 if they follow from the sizes of what it makes
   void note_released(int64_t storage, bool is_only_saved);
   bool is_begun_as(const StepLog& log) const;
 

@@ -7,8 +7,6 @@
 // parameters in a row, and loses its edges. Whatever could see a difference keeps the engine's way: hooks, gradients of chosen
 // inputs, graphs that stay, and other graphs of the same parameters.
 
-#define PY_SSIZE_T_CLEAN
-#define AT_PER_OPERATOR_HEADERS
 #include <Python.h>
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>

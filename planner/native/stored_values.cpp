@@ -4,7 +4,6 @@
 // those that hold them, so that one whose memory was freed is never read, and only values whose contents are not checked have to be
 // kept alive, by the caller: another object at the same address that looks the same is as good.
 
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <c10/core/TensorImpl.h>
@@ -57,7 +56,7 @@ struct Stored {
   std::optional<TensorState> tensor = std::nullopt;
 };
 
-struct Name {
+struct NamedValue {
   PyObject *table, *key, *value; // nullptr for none
 };
 
@@ -65,7 +64,7 @@ struct StoredValues {
   c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set(); // of the thread, which guards on tensors read
   std::vector<Stored> objects;
   std::vector<Entry> entries;
-  std::vector<Name> names;
+  std::vector<NamedValue> names;
   std::vector<PyObject*> tensors; // some of the objects; None in place of others
 };
 
@@ -134,7 +133,7 @@ bool are_unchanged(StoredValues& values) {
     }
     entries += stored.entries;
   }
-  for (const Name& name : values.names) {
+  for (const NamedValue& name : values.names) {
     if (PyDict_GetItemWithError(name.table, name.key) != name.value) {
       PyErr_Clear();
       return false;

@@ -164,7 +164,7 @@ class PlanRecord:
         """Why the solve ended, in words; "" if that is not known."""
         if self.status in SOLVED:
             return "the gap is within the tolerance"
-        return "" if self.ended is None else _ENDINGS[self.ended]
+        return "" if self.ended is None else describe_ending(self.ended)
 
     @property
     def lossy(self) -> str:
@@ -288,6 +288,11 @@ class PlanRecord:
     def overhead(self) -> float:
         """Predicted time of recomputation as a fraction of the step without any."""
         return self.predicted_s / self.graph.predicted_s - 1 if self.graph.predicted_s else 0.0
+
+
+def describe_ending(ended: Ending) -> str:
+    """Return why a solve ended with a gap above the tolerance, and what would help, in words."""
+    return _ENDINGS[ended]
 
 
 def plan_line(plan: PlanRecord) -> str:

@@ -30,7 +30,7 @@ class EarlierGradients:
         self._peaks_bytes = dict(zip(_PASSES, pass_peaks(graph, schedule), strict=True))
         self._most_bytes = dict.fromkeys(_PASSES, 0)  # in memory during each
 
-    def check(self, which_pass: str, parameters: Iterable[torch.Tensor]) -> int:
+    def count(self, which_pass: str, parameters: Iterable[torch.Tensor]) -> int:
         """Return the bytes of gradients of `parameters` that the plan does not count, as its ``forward`` or ``backward`` begins.
 
         Raises:

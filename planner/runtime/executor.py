@@ -400,9 +400,9 @@ class Executor:
     def _check_earlier_gradients(self, static: Sequence[Any]) -> Callable[[], object]:
         """Check earlier gradients before the forward pass; return the check before the backward pass."""
         parameters = [static[i] for i in self._parameters]
-        if not self.earlier_gradients.check("forward", parameters):
+        if not self.earlier_gradients.count("forward", parameters):
             return lambda: None  # gradients added in between belong to other steps
-        return lambda: self.earlier_gradients.check("backward", parameters)
+        return lambda: self.earlier_gradients.count("backward", parameters)
 
     def hand_over(self, step: "_Step") -> list[Any]:
         """Return the forward pass's values for the backward pass, which empties the list and may overwrite its contents.

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from graphs.errors import UsageError
+from graphs.errors import UsageError, suggest
 
 
 class CountedMemory(StrEnum):
@@ -53,5 +53,5 @@ class CountedMemory(StrEnum):
         if value is None:
             return None
         if value not in list(CountedMemory):
-            raise UsageError(f"memory is {value!r}: choose from {', '.join(CountedMemory)}")
+            raise UsageError(f"memory is {value!r}{suggest(str(value), CountedMemory)}: choose from {', '.join(CountedMemory)}")
         return CountedMemory(value)

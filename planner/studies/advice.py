@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from graphs.units import format_bytes, format_enough
+from graphs.units import format_bytes, format_enough, format_seconds
 from planner.capture.options import get_option
 from planner.memory.reserved import EagerMemory
 from planner.plans.record import GraphSummary
 from planner.settings.counted_memory import CountedMemory
 from planner.show.views.text import format_table
 from planner.studies.budget_plots import plot_advice
+from planner.studies.curve_text import SEARCH_CUT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,6 +48,7 @@ class OptionAdvice:
         least_proved_bytes, least_found_bytes: lower bound on the budget with it (in the order that was tried), and the least
             feasible budget found.
         price: overhead at the middle one of the budgets between.
+        stopped: True if the search for the least budget was cut short, and a whole one may find less.
     """
 
     name: str
@@ -55,6 +57,7 @@ class OptionAdvice:
     least_proved_bytes: int
     least_found_bytes: int
     price: Price
+    stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class Advice:
             device.
         least_proved_bytes, least: lower bound on the budget with recomputation only (in the order that was tried), and the least
             feasible budget found, with its price.
+        least_stopped: True if the search for it was cut short, and a whole one may find less.
         between: budgets between the least and eager PyTorch's, least first.
         options: gain of each option.
         recommended: the budget to choose.
@@ -107,6 +111,7 @@ class Advice:
     recommended: Recommendation
     eager_memory: EagerMemory
     seconds: float
+    least_stopped: bool = False
 
     @property
     def eager_peak_bytes(self) -> int:
@@ -131,19 +136,21 @@ class Advice:
 
     def __str__(self) -> str:
         eager, static, proved = map(format_bytes, (self.eager_peak_bytes, self.graph.static_bytes, self.least_proved_bytes))
+        cut = f"; {SEARCH_CUT}" if self.least_stopped else ""
         available = "unknown" if self.available_bytes is None else f"{format_bytes(self.available_bytes)} on {self.device}"
         counted = f"{self.memory.said}, of which eager PyTorch takes {format_bytes(self.eager_bytes)}"
         facts = [
             ("eager PyTorch needs", f"{eager}, {static} of it throughout the step"),
             *((f"  {name}", value) for name, value in self.eager_memory.list_lines()),
             *([("budgets count", counted)] if self._on_cuda else ()),
-            ("least budget", f"{format_enough(self.least.budget_bytes)} ({self.least}), proved to be no less than {proved}"),
+            ("least budget", f"{format_enough(self.least.budget_bytes)} ({self.least}), proved to be no less than {proved}{cut}"),
             ("available", available),
             *([("host-bound", self.graph.host_bound)] if self.graph.host_bound else ()),
+            ("analysed in", format_seconds(self.seconds)),
         ]
         prices = (*reversed(self.between), self.least)
         budgets = [
-            ("budget", "of eager", "overhead", *([self.memory.taken] if self._on_cuda else ())),
+            ("budget", "of eager", "overhead", "bound", *([self.memory.taken] if self._on_cuda else ())),
             *map(self._build_row, prices),
         ]
         header = ("with", "least budget", f"overhead at {format_enough(self._middle.budget_bytes)}", "results")
@@ -169,11 +176,13 @@ class Advice:
     def _build_row(self, price: Price) -> tuple[str, ...]:
         share = f"{100 * price.budget_bytes / self.eager_bytes:.0f}%"
         reserved = "" if price.reserved_bytes is None else format_bytes(price.reserved_bytes)
-        return format_enough(price.budget_bytes), share, str(price), *([reserved] if self._on_cuda else ())
+        bound = "none" if price.bound is None else f"{100 * price.bound:+z.1f}%"
+        return format_enough(price.budget_bytes), share, str(price), bound, *([reserved] if self._on_cuda else ())
 
     def _build_option_row(self, option: OptionAdvice) -> tuple[str, ...]:
         if not option.ops:
             return option.name, "nothing to choose in this step", "", ""
         lossy = get_option(option.name).lossy
         results = "exact" if option.exact else "lossy" if lossy else "may be rounded differently"
-        return option.name, format_enough(option.least_found_bytes), str(option.price), results
+        at_most = "at most " if option.stopped else ""
+        return option.name, f"{at_most}{format_enough(option.least_found_bytes)}", str(option.price), results

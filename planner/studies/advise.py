@@ -78,8 +78,7 @@ def advise(
     given = {name: value for name, value in select_settings(locals()).items() if name in signature(trace).parameters}
     began = time.monotonic()
     check_positive("time limit", time_limit_s, "seconds")
-    check_options(() if options is None else options)
-    names = _list_options_to_try(roofline) if options is None else tuple(options)
+    names = _list_options_to_try(options, roofline)
     kind, device, available_bytes = _find_device(model, batch, roofline)
     counted = choose_memory_on(kind, CountedMemory.of(memory))
     graph = trace(model, loss_fn, batch, **given | {"options": list_step_option_names(names)}, on_progress=on_progress)
@@ -161,7 +160,11 @@ def _report_solves(on_progress: OnProgress) -> Iterator[Callable[[str], None]]:
         stages.finish()
 
 
-def _list_options_to_try(roofline: str | None) -> tuple[str, ...]:
+def _list_options_to_try(given: Sequence[str] | None, roofline: str | None) -> tuple[str, ...]:
+    """Return the options that are `given`, or by default those that any step may have; raise UsageError for others."""
+    if given is not None:
+        check_options(given)
+        return tuple(given)
     offered = (OPTIONS[name] for name in list_options_for_any_step())
     return tuple(option.to_try for option in offered if roofline is not None or not option.lossy)
 

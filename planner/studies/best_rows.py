@@ -37,6 +37,8 @@ def get_kind(row: ComparisonRow) -> str:
         return next((kind for kind, members in HEURISTICS.items() if first in members), row.method)
     if first == "memory-budget":
         return f"{first} {options[-1]}"
+    if first == "save-on-cpu":  # alone, and around checkpointed blocks: other methods
+        return row.method
     return "sac" if first.startswith("sac") else first
 
 

@@ -2,9 +2,10 @@
 
 Before, the least budget was searched for again with each option, for as long as it took, and the solves had no time left: a row
 then showed the schedule of the least budget, 23.5% slower for 0.4% less memory than another. Each part of the analysis has a
-share of the limit now.
+share of the limit now, and what the parts leave is for the budgets with the largest gaps.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -27,18 +28,16 @@ from planner.plans.summary import summarize
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import build_option_settings
 from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation
-from planner.studies.frontier import Frontier, divide_evenly, order_outside_in
-from planner.studies.solves import solve_in_order
+from planner.studies.frontier import Frontier, Turns, divide_evenly
 from planner.studies.workers import ignore, return_false
 from solvers.clock import Clock, WallClock, measure_rest
 from solvers.order.reorder import find_order
-from solvers.result import SOLVED, Status
 
 BETWEEN = 5  # budgets between the least one and eager PyTorch's peak
 CHEAP = 0.1  # overhead that is recommended if nothing is known about a device
 _TOLERANCE = 0.005
 # Shares of the time limit.
-_LEAST, _CURVE = 0.4, 0.3
+_LEAST, _CURVE = 0.4, 0.3  # the rest is for options, and what they leave for the budgets again
 _OPTION_LEAST = 0.5  # of the time of one option; the rest is for its solve
 
 
@@ -81,9 +80,11 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
     wanted = {least.found_bytes, *budgets}
     if available_bytes is not None and least.found_bytes <= available_bytes < work.eager_bytes:
         wanted.add(available_bytes)
-    work.solve(sorted(wanted))
+    turns = work.solve(sorted(wanted))
     middle_bytes = budgets[len(budgets) // 2] if budgets else least.found_bytes
     offered = work.try_options(names, middle_bytes, link, host_budget)
+    turns.clock = clock
+    turns.run(should_stop)
     return Advice(
         graph=work.summary,
         memory=counted,
@@ -91,6 +92,7 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
         device=device,
         available_bytes=available_bytes,
         least_proved_bytes=least.proved_bytes,
+        least_stopped=least.stopped,
         least=work.get_price(least.found_bytes),
         between=tuple(work.get_price(budget) for budget in budgets),
         options=offered,
@@ -124,14 +126,15 @@ class _Analysis:
         known.learn_least(least)
         return known, least
 
-    def solve(self, budgets: Sequence[int]) -> None:
+    def solve(self, budgets: Sequence[int]) -> Turns:
         """Solve for a short time at each budget; each result is used for all budgets."""
-        until = self.clock.now + _CURVE * self.clock.limit
-        order = [budgets[i] for i in order_outside_in(len(budgets))]
-        for done, budget_bytes in enumerate(order):
-            self.tell(f"solving for {format_bytes(budget_bytes)}")
-            clock = self.clock.start_part(max(0.1, (until - self.clock.now) / (len(order) - done)))
-            _solve(self.known, budget_bytes, clock, self.should_stop)
+        return self._solve(self.known, budgets, self.clock.start_part(_CURVE * self.clock.limit))
+
+    def _solve(self, known: Frontier, budgets: Sequence[int], clock: Clock) -> Turns:
+        # What the other parts leave is for second turns.
+        turns = Turns(known, tuple(budgets), clock=clock, time_limit_s=math.inf, on_activity=self.tell, first_share=1.0)
+        turns.run(self.should_stop)
+        return turns
 
     def get_price(self, budget_bytes: int) -> Price:
         """Return the known overhead at a budget."""
@@ -154,9 +157,9 @@ class _Analysis:
         offered = [op for op in graph.ops if op.optional or op.overwrites]
         alone = self.get_price(budget_bytes)
         if not offered:
-            return OptionAdvice(name, 0, True, self.least.proved_bytes, self.least.found_bytes, alone)
+            return OptionAdvice(name, 0, True, self.least.proved_bytes, self.least.found_bytes, alone, self.least.stopped)
         known, least = self._find_least(graph, clock.start_part(_OPTION_LEAST * clock.limit))
-        _solve(known, budget_bytes, clock.start_part(max(0.1, measure_rest(clock))), self.should_stop)
+        self._solve(known, [budget_bytes], clock)
         price = _get_price(known, budget_bytes, self.summary)
         if price.overhead is None or (alone.overhead is not None and alone.overhead < price.overhead):
             # A schedule without an option is valid with it.
@@ -169,16 +172,8 @@ class _Analysis:
             least_proved_bytes=min(least.proved_bytes, self.least.found_bytes),
             least_found_bytes=min(least.found_bytes, self.least.found_bytes),
             price=price,
+            stopped=least.stopped,
         )
-
-
-def _solve(known: Frontier, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool]) -> None:
-    """Solve for a budget, unless results at other budgets have settled it."""
-    if known.get_point(budget_bytes, None).status in (*SOLVED, Status.INFEASIBLE):
-        return
-    place = known.choose_order(budget_bytes)
-    asked = known.orders[place], budget_bytes, known.memory, clock
-    known.learn(solve_in_order(*asked, tolerance=_TOLERANCE, must_stop=should_stop), place)
 
 
 def _get_price(known: Frontier, budget_bytes: int, summary: GraphSummary) -> Price:

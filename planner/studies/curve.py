@@ -7,7 +7,6 @@ fits.
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING
 from graphs.errors import BudgetError, FormatError, OutputError
 from graphs.io.files import read_text
 from graphs.ir import Graph
-from graphs.reordering import Reordering
 from graphs.units import format_bytes
 from planner.capture.options import apply_options
 from planner.memory.least_budget import LeastBudget, find_least_budget
@@ -28,15 +26,13 @@ from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.budget_plots import plot_curve
 from planner.studies.curve_text import describe_curve
-from planner.studies.frontier import Frontier, Point, Turn, Turns, divide_evenly
-from planner.studies.jobs import run
+from planner.studies.frontier import Frontier, Point, Turns, divide_evenly
 from planner.studies.rows import declare_column, declare_key, declare_text, declare_value, read_rows
 from planner.studies.settings import StudySettings
-from planner.studies.solves import solve_in_order
 from planner.studies.workers import ignore, return_false
 from solvers.clock import Clock, WallClock, measure_rest
 from solvers.registry import get_solver
-from solvers.result import Result, decide_status
+from solvers.result import Status, decide_status
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,6 +61,7 @@ class CurveRow:
         "what PyTorch's allocator reserves for it on CUDA, by its model, as the budget counts it"
     )
     seconds: float | None = declare_value("of the solves at this budget; unknown where those at others settle it")
+    ended: str = declare_text("why there was no more search although no gap within the tolerance is proved, as in solvers.result")
     options: str = declare_text("that the graph offers, with commas")
 
 
@@ -76,12 +73,13 @@ class Curve:
         memory: kind of memory that the budgets count.
         eager_bytes: bytes of that memory that plain eager PyTorch needs.
         points: results by budget, least first; times and bounds never increase.
-        least: the least budget of the graph; None if the budgets were given.
+        least: the least budget of the graph; None if budgets were given, and there is a schedule for each.
         complete: False if it was stopped before every budget had its turn.
         reordered: True if schedules and bounds are those of another order than the program's.
         options: names of the graph's options.
         without: the same budgets without options; None if there are none.
         name: the model, as the graph names it.
+        seconds: duration of the whole analysis, with the search for an order and for the least budget.
     """
 
     graph: GraphSummary
@@ -94,6 +92,7 @@ class Curve:
     options: tuple[str, ...] = ()
     without: "Curve | None" = None
     name: str = ""
+    seconds: float = 0.0
 
     def __repr__(self) -> str:
         return f"Curve({len(self.points)} budgets, eager PyTorch takes {format_bytes(self.eager_bytes)})"
@@ -127,6 +126,7 @@ class Curve:
                 status=str(point.status),
                 overhead=self.overhead(point.time_s),
                 bound_overhead=self.overhead(point.bound_s),
+                ended=str(point.ended or ""),
                 options=",".join(self.options),
             )
             for point in self.points
@@ -171,8 +171,9 @@ def solve_curve(
     Args:
         budgets: number of budgets, evenly spaced from the least feasible one to the bytes of plain eager PyTorch; or the budgets
             themselves, in bytes or as text (``8GB``, ``60%`` of the latter).
-        settings: settings of all solves. Every budget is solved for a short time first, and those with a gap again for longer,
-            within the total time limit. With options, the budgets are solved without them too, and the better schedule counts.
+        settings: settings of all solves, with time limits for each budget and for all. Every budget is solved for a short time
+            first, and those with a gap again for longer, until the time is over. With options, the budgets are solved without
+            them too, and the better schedule counts.
         solver: a name in ``solvers.registry``.
         reorder: True: in the best order of the ops that is found; False: in program order; None: with the solver ``windows`` in
             the best order if its peak is lower. All budgets are solved in the same order.
@@ -193,7 +194,7 @@ def solve_curve(
     again = tuple(point.budget_bytes for point in found.points)
     without = _solve_curve(program, again, how, clock.start_part(measure_rest(clock)), finds_least=isinstance(budgets, int))
     points = tuple(_choose_better(*pair, settings.tolerance) for pair in zip(found.points, without.points, strict=True))
-    return replace(found, points=points, options=options.names, without=without)
+    return replace(found, points=points, options=options.names, without=without, seconds=clock.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,32 +236,21 @@ def _solve_curve(
     plan = Turns(
         known, wanted, clock=clock, time_limit_s=how.settings.time_limit_s, jobs=how.settings.jobs, on_activity=how.on_activity
     )
-    job = partial(_solve, known.orders, memory, how.solver, how.settings.tolerance)
-    for result in run(job, plan.take, how.should_stop, jobs=how.settings.jobs, cluster=how.settings.cluster):
-        plan.learn(result)
-    points = tuple(map(plan.get_point, wanted))
+    plan.run(how.should_stop, solver=how.solver, cluster=how.settings.cluster)
+    points, finished = tuple(map(plan.get_point, wanted)), plan.finished
+    if least is None and any(point.schedule is None for point in points):
+        least = _find_least(known, how, clock.start_part(measure_rest(clock)))
     return Curve(
         summarize(graph),
         memory,
         whole_bytes,
         points,
         least,
-        plan.finished,
+        finished,
         order.changed,
         name=str(graph.provenance.get("model", "")),
+        seconds=clock.seconds,
     )
-
-
-def _solve(
-    orders: Sequence[Reordering],
-    memory: CountedMemory,
-    solver: str,
-    tolerance: float,
-    turn: Turn,
-    should_stop: Callable[[], bool],
-) -> Result:
-    asked = turn.budget_bytes, memory, WallClock(turn.time_limit_s), solver
-    return solve_in_order(orders[turn.place], *asked, tolerance=tolerance, must_stop=should_stop)
 
 
 def _find_least(known: Frontier, how: _How, clock: Clock) -> LeastBudget:
@@ -279,4 +269,6 @@ def _choose_better(point: Point, other: Point, tolerance: float) -> Point:
     if other.time_s is None or point.bound_s is None or (point.time_s is not None and point.time_s <= other.time_s):
         return point
     status = decide_status(other.time_s, point.bound_s, tolerance)
-    return replace(point, status=status, **select_attributes(other, "schedule", "peak_bytes", "time_s", "reserved_bytes"))
+    ended = point.ended if status is Status.FEASIBLE else None
+    better = select_attributes(other, "schedule", "peak_bytes", "time_s", "reserved_bytes")
+    return replace(point, status=status, ended=ended, **better)

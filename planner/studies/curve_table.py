@@ -19,6 +19,7 @@ def build_curve_data(curve: Curve) -> dict[str, object]:
     return {
         "holds": "curve",
         "complete": curve.complete,
+        "seconds": curve.seconds,
         "reordered": curve.reordered,
         "fingerprint": curve.graph.fingerprint,
         "keep_everything_peak_bytes": curve.graph.keep_everything_peak_bytes,
@@ -27,6 +28,7 @@ def build_curve_data(curve: Curve) -> dict[str, object]:
         "eager_bytes": curve.eager_bytes,
         "least_budget_proved_bytes": None if least is None else least.proved_bytes,
         "least_budget_found_bytes": None if least is None else least.found_bytes,
+        "least_budget_stopped": None if least is None else least.stopped,
         "points": [{name: cell for name, cell in asdict(row).items() if name != "options"} for row in curve.rows],
         "options": list(curve.options),
         "without_options": None if curve.without is None else build_curve_data(curve.without),
@@ -39,6 +41,7 @@ def describe_max_batch(answers: Sequence[LargestSize], wanted: Wanted) -> str:
         "method",
         Column(escape_text(wanted.varies), "size", "{:,}", missing="none"),
         column("overhead", form=PERCENT),
+        column("gap", form=PERCENT),
         column("peak", "peak_bytes"),
         *list_reserved_columns(answers, wanted.memory),
         column("step time", "time_s"),

@@ -4,19 +4,22 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphs.units import format_bytes, format_enough, format_ratio
+from graphs.units import format_bytes, format_enough, format_ratio, format_seconds
+from planner.plans.record import describe_ending
 from planner.settings.counted_memory import CountedMemory
 from planner.show.views.text import format_table
 from planner.studies.tables import Column, build_lines
-from solvers.result import Status
+from solvers.result import Ending, Status
 
 if TYPE_CHECKING:
     from planner.studies.curve import Curve, CurveRow
     from planner.studies.sizes import LargestSize
 
 UNKNOWN = "-"
+_OPEN = {Status.FEASIBLE: "not proved optimal", Status.LIMIT: "nothing found, nor proved infeasible"}
 _ORDERS = "first executions in the orders of the ops that were tried"
 PERCENT = "{:z.2%}"
+SEARCH_CUT = "its search was cut short, and with more time may find less"
 column = partial(Column, missing=UNKNOWN)
 
 
@@ -67,16 +70,20 @@ def _describe_least(curve: "Curve") -> list[str]:
     if least.exact:
         return [f"least feasible budget: {format_enough(least.found_bytes)}, proved for {_ORDERS}"]
     proved, found = format_bytes(least.proved_bytes), format_enough(least.found_bytes)
-    return [f"least feasible budget: between {proved} (proved for {_ORDERS}) and {found}"]
+    cut = f"; {SEARCH_CUT}" if least.stopped else ""
+    return [f"least feasible budget: between {proved} (proved for {_ORDERS}) and {found}{cut}"]
 
 
 def _describe_gaps(curve: "Curve") -> list[str]:
-    """Return lines that list the budgets that are not solved to optimality."""
-    feasible = [format_enough(point.budget_bytes) for point in curve.points if point.status is Status.FEASIBLE]
-    nothing = [format_enough(point.budget_bytes) for point in curve.points if point.status is Status.LIMIT]
-    lines = [f"not proved optimal: {', '.join(feasible)}"] if feasible else []
-    lines += [f"nothing found, nor proved infeasible: {', '.join(nothing)}"] if nothing else []
-    return [*lines, "raise --total-time-limit or --time-limit for these"] if lines else []
+    """Return lines that list the budgets that are not solved to optimality, with the reasons."""
+    lines = []
+    for status, said in _OPEN.items():
+        for ended in (None, *Ending):
+            budgets = [format_enough(p.budget_bytes) for p in curve.points if (p.status, p.ended) == (status, ended)]
+            why = f": {describe_ending(ended)}" if ended else ""
+            lines += [f"{said}: {', '.join(budgets)}{why}"] if budgets else []
+    short = any(point.status in _OPEN and point.ended in (None, Ending.LIMIT) for point in curve.points)
+    return [*lines, *(["raise --total-time-limit or --time-limit (time_limit_s in Python) for these"] if short else [])]
 
 
 def _describe_seconds(curve: "Curve") -> list[str]:
@@ -85,4 +92,4 @@ def _describe_seconds(curve: "Curve") -> list[str]:
         lines.append("stopped before every budget was solved: the rest follows from those that were")
     elif any(point.seconds is None for point in curve.points):
         lines.append(f"seconds {UNKNOWN}: not solved, because the results at other budgets decide it")
-    return lines
+    return [*lines, f"took {format_seconds(curve.seconds)} in all"]

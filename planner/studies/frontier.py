@@ -1,13 +1,16 @@
 """Results at several budgets, shared among them, and the order in which budgets are solved. Never imports torch.
 
 A schedule counts at every larger budget, and a bound at every smaller one: what one solve finds is used for all. Turns get longer
-each time, as a solve starts again and finds nothing more in the time that it had before. A schedule in another order may be
-faster than the bounds of this one, and so counts only where none in this order fits; there, the other order is solved.
+each time: a solve starts from the schedules and the windows that are known, but its first programs take as long as before. A
+schedule in another order may be faster than the bounds of this one, and so counts only where none in this order fits; there, the
+other order is solved.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from graphs.errors import PlannerError
 from graphs.options import remove_options
@@ -20,16 +23,19 @@ from planner.memory.least_budget import LeastBudget
 from planner.memory.reserved import predict_beside, predict_counted_bytes, predict_reserved_bytes
 from planner.plans.select_attributes import select_attributes
 from planner.settings.counted_memory import CountedMemory
+from planner.studies.jobs import run
+from planner.studies.solves import solve_in_order
 from planner.studies.workers import ignore
 from solvers.bounds import bound_least_budget
-from solvers.clock import Clock, measure_rest
+from solvers.clock import Clock, WallClock, measure_rest
 from solvers.pass_ends import add_pass_ends
-from solvers.result import SOLVED, Result, Status, compute_gap, decide_status
+from solvers.request import Start
+from solvers.result import SOLVED, Ending, Reason, Result, Status, compute_gap, decide_status
 
 _ANY_BUDGET = math.inf  # a bound at this budget holds everywhere
-_FIRST_ROUND = 0.5  # share of the remaining time for one turn of each budget
 _SHORTEST_S = 0.5  # seconds of a turn
-_LONGER = 1.5  # times the last one: a turn restarts, and finds nothing more in the same time
+_LONGER = 1.5  # times the last one, as long as there is time for that at some budget
+_DECIDED = (*SOLVED, Status.INFEASIBLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class Point:
         bound_s: lower bound on the time within the budget, for the class of schedules that the solver searches.
         reserved_bytes: bytes that PyTorch's allocator reserves on CUDA for training by the schedule, as the budget counts it.
         seconds: duration of the solve at this budget; None if results at other budgets sufficed, or none was started.
+        ended: why there was no more search although this is not decided; None if it is, or the solver does not search.
     """
 
     budget_bytes: int
@@ -53,6 +60,7 @@ class Point:
     bound_s: float | None
     seconds: float | None
     reserved_bytes: int | None = None
+    ended: Ending | None = None
 
     @property
     def gap(self) -> float | None:
@@ -199,22 +207,25 @@ class Frontier:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A solve of the curve: its budget, its time limit, and the place of its order in ``Frontier.orders``."""
+    """A solve of the curve: its budget, its time limit, the place of its order in ``Frontier.orders``, and what is known."""
 
     budget_bytes: int
     time_limit_s: float
     place: int = 0
+    start: Start | None = None
 
 
 @dataclass(slots=True)
 class Turns:
     """A queue of budgets with time limits, updated by the results so far.
 
-    Every budget gets a short turn first, outside in. Budgets with a gap then get longer turns, the largest gap first, as long as
-    there is time for turns longer than the last.
+    Every budget gets a short turn first, outside in. Budgets with a gap then get longer turns, the largest gap first, until all
+    are decided, nothing is left to try, or the time is over.
 
     Attributes:
+        time_limit_s: for each budget.
         jobs: number of parallel turns.
+        first_share: of the remaining time, for one turn of each budget, if there are several.
         waiting: the budgets of the present round that have had no turn in it.
         seconds: time for which each budget was solved.
     """
@@ -225,13 +236,21 @@ class Turns:
     time_limit_s: float
     jobs: int = 1
     on_activity: Callable[[str], object] = ignore
+    first_share: float = 0.5
     waiting: list[int] = field(init=False)
     seconds: dict[int, float] = field(init=False, default_factory=dict)
     _limits_s: dict[int, float] = field(init=False, default_factory=dict)  # of the last turns
+    _last: dict[int, Result] = field(init=False, default_factory=dict)  # of each budget
     _solving: dict[int, int] = field(init=False, default_factory=dict)  # places of orders by budget
 
     def __post_init__(self) -> None:
         self.waiting = [self.budgets[i] for i in order_outside_in(len(self.budgets))]
+
+    def run(self, should_stop: Callable[[], bool], *, solver: str = "windows", cluster: str | None = None) -> None:
+        """Solve until there is no turn left, or `should_stop` returns True."""
+        job = partial(_solve, self.known.orders, self.known.memory, self.known.tolerance, solver)
+        for result in run(job, self.take, should_stop, jobs=self.jobs, cluster=cluster):
+            self.learn(result)
 
     @property
     def finished(self) -> bool:
@@ -247,41 +266,86 @@ class Turns:
         if not self.waiting or measure_rest(self.clock) <= 0:
             return None
         budget = self.waiting.pop(0)
-        limit_s = self._limit_s(1 + len(self.waiting), first=budget not in self.seconds)
+        limit_s = self._limit_s(budget, 1 + len(self.waiting), self.first_share if self._is_first(budget, unsettled) else 1.0)
         self._limits_s[budget] = limit_s
         self._solving[budget] = place = self.known.choose_order(budget)
         self._tell(budget, limit_s, len(unsettled))
-        return Turn(budget, limit_s, place)
+        return Turn(budget, limit_s, place, self._find_start(budget))
 
     def learn(self, result: Result) -> None:
         """Add the result of a solve."""
         budget = result.budget_bytes
         self.seconds[budget] = self.seconds.get(budget, 0.0) + result.seconds
+        self._last[budget] = result
         self.known.learn(result, self._solving.pop(budget, 0))
 
     def get_point(self, budget_bytes: int) -> Point:
         """Return the known result at a budget."""
-        return self.known.get_point(budget_bytes, self.seconds.get(budget_bytes))
+        point = self.known.get_point(budget_bytes, self.seconds.get(budget_bytes))
+        return point if point.status in _DECIDED else replace(point, ended=self._get_ending(budget_bytes))
+
+    def _get_ending(self, budget: int) -> Ending | None:
+        """Return why the last turn of a budget ended that is not decided, or why it had none."""
+        if (last := self._last.get(budget)) is None:
+            return Ending.LIMIT if measure_rest(self.clock) <= 0 else Ending.STOPPED
+        return last.ended or (Ending.LIMIT if last.reason is Reason.TIME and self._took_all(last) else None)
+
+    def _find_start(self, budget: int) -> Start | None:
+        """Return the schedule that is known for a budget, with the windows of its last turn; None if there is none.
+
+        A first turn finds one sooner than it plans addresses for one that is known.
+        """
+        last, schedule = self._last.get(budget), self.known.get_point(budget, None).schedule
+        return None if last is None or schedule is None else Start.of(schedule, last.settings)
 
     def _open(self) -> list[int]:
         """Return the budgets that are not settled."""
-        settled = (*SOLVED, Status.INFEASIBLE)
-        return [budget for budget in self.budgets if self.get_point(budget).status not in settled]
+        return [budget for budget in self.budgets if self.known.get_point(budget, None).status not in _DECIDED]
+
+    def _is_first(self, budget: int, unsettled: Sequence[int]) -> bool:
+        """Return True if this is the first turn of a budget, and others are `unsettled` as well."""
+        return budget not in self.seconds and len(unsettled) > 1
 
     def _begin_round(self, budgets: list[int]) -> None:
-        """Queue those of `budgets` whose next turn would be notably longer than their last."""
-        gaps = {budget: self.get_point(budget).gap for budget in budgets}
-        for budget in sorted(budgets, key=lambda budget: math.inf if (gap := gaps[budget]) is None else gap, reverse=True):
-            if self._limit_s(1 + len(self.waiting), first=False) >= _LONGER * self._limits_s[budget]:
+        """Queue those of `budgets` whose next turn would be notably longer than their last, or the one of the largest gap."""
+        gaps = {budget: self.get_point(budget).gap for budget in budgets if self._may_gain(budget)}
+        largest = sorted(gaps, key=lambda budget: math.inf if (gap := gaps[budget]) is None else gap, reverse=True)
+        for budget in largest:
+            if self._limit_s(budget, 1 + len(self.waiting)) >= _LONGER * self._limits_s.get(budget, 0.0):
                 self.waiting.append(budget)
+        if not self.waiting and not self._solving:
+            self.waiting = [budget for budget in largest if self._limit_s(budget, 1) > 0][:1]
 
-    def _limit_s(self, sharing: int, *, first: bool) -> float:
-        """Return the time limit of a turn when `sharing` budgets are queued."""
+    def _may_gain(self, budget: int) -> bool:
+        """Return True if a further turn may find more than the last; without one, another order has settled the budget before."""
+        if (last := self._last.get(budget)) is None:
+            return True
+        return last.ended is Ending.LIMIT or (last.status is Status.LIMIT and self._took_all(last))
+
+    def _took_all(self, last: Result) -> bool:
+        """Return True if the last turn of a budget took all of its time."""
+        return last.seconds >= self._limits_s[last.budget_bytes]
+
+    def _limit_s(self, budget: int, sharing: int, share: float = 1.0) -> float:
+        """Return the time limit of a turn that has a `share` of what is left, when `sharing` budgets are queued."""
         left_s = measure_rest(self.clock)
-        share_s = left_s * self.jobs / sharing * (_FIRST_ROUND if first else 1.0)
-        return min(self.time_limit_s, left_s, max(_SHORTEST_S, share_s))
+        own_s = self.time_limit_s - self.seconds.get(budget, 0.0)
+        return min(own_s, left_s, max(_SHORTEST_S, share * left_s * self.jobs / sharing))
 
     def _tell(self, budget: int, limit_s: float, unsettled: int) -> None:
         again = "again, " if budget in self.seconds else ""
         settled = f"{len(self.budgets) - unsettled} of {len(self.budgets)} budgets settled"
         self.on_activity(f"solving {format_bytes(budget)}, {again}for up to {limit_s:.0f} s; {settled}")
+
+
+def _solve(
+    orders: Sequence[Reordering],
+    memory: CountedMemory,
+    tolerance: float,
+    solver: str,
+    turn: Turn,
+    should_stop: Callable[[], bool],
+) -> Result:
+    asked = turn.budget_bytes, memory, WallClock(turn.time_limit_s)
+    settings = dict[str, Any](solver=solver, tolerance=tolerance, start=turn.start)
+    return solve_in_order(orders[turn.place], *asked, must_stop=should_stop, **settings)

@@ -179,7 +179,8 @@ class _SizeSearch:
             graph, wanted = self.build_graph(units), self.wanted
             result = self.solve(method, graph, wanted.time_limit_s, tolerance=wanted.tolerance, should_stop=self.should_stop)
             self.keep(units, result)
-        return min(self.found[units], key=lambda result: result.time_s or 0.0)
+        # Of schedules that are as fast, the last, whose solve had the time for a proof, and the options of the method.
+        return min(reversed(self.found[units]), key=lambda result: result.time_s or 0.0)
 
     def solve(self, method: SizedMethod, graph: Graph, limit_s: float, **settings: Any) -> Result:
         """Return the result of `method` for `graph`, reordered if that lowers the peak.

@@ -60,7 +60,7 @@ def get_shard(parameter: Any) -> torch.Tensor:
     return shard
 
 
-def get_gradient_sum(parameter: Any) -> torch.Tensor | None:
+def collect_gradient_sum(parameter: Any) -> torch.Tensor | None:
     """Return the sum of whole gradients of earlier batches of a parameter of a group; None if there is none.
 
     FSDP2 keeps it as the gradient of the gathered parameter, unless it is reduced in another dtype.

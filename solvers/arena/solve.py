@@ -162,14 +162,14 @@ class _Joint:
 
     def _learn(self, result: Result) -> bool:
         """Set the margins of the next solve; return False if none can gain."""
-        schedule = self._find_misfit(result)
+        schedule = self._take_result(result)
         if schedule is None and not self.margins.now:
             return False
         fits = None if result.schedule is None else schedule is None
         return self.margins.learn(fits=fits, more=partial(self._enlarge_margins, schedule))
 
-    def _find_misfit(self, result: Result) -> Schedule | None:
-        """Return the schedule of `result` if no addresses are found; the first that came up in the solve may have some then."""
+    def _take_result(self, result: Result) -> Schedule | None:
+        """Take the schedule of `result`, or return it if it has no addresses; the first one of the solve may have some then."""
         seen, self.seen = self.seen, []
         if result.schedule is None:
             return None

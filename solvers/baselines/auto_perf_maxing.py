@@ -90,14 +90,14 @@ class FractionsProgram:
                     again = t in may_drop and t in self.layers.inside and not op.random
                     self.saved[layer].append(LayerTensor(t, offer.get_size_bytes(t), op.time_s, again, t in may_go))
         self.bytes = [sum(s.size_bytes for s in saved) for saved in self.saved]
-        self._find_working_bytes()
+        self._set_working_bytes()
         self.backward = self._compute_backward_spans(count)
         self.backward_s = [sum(graph.ops[p].time_s for p in span) for span in self.backward]
         schedule = keep_everything(graph)
         memory = simulate(graph, schedule).memory_bytes
         self.live = [memory[k] for k, step in enumerate(schedule.steps) if isinstance(step, Compute)]
 
-    def _find_working_bytes(self) -> None:
+    def _set_working_bytes(self) -> None:
         """Set the most memory that each layer's forward pass needs besides its saved tensors."""
         saved = {s.tensor for layer in self.saved for s in layer}
         held: dict[int, int] = {}

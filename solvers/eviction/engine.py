@@ -216,21 +216,21 @@ class Eviction:
         return going
 
     def _evict_cheapest(self, needed_bytes: int, tensors: list[int]) -> None:
-        self._find_costs(tensors)
+        self._update_costs(tensors)
         ranked = list(zip(self._compute_ranks(tensors), tensors, strict=True))
         heapify(ranked)
         while self.free_bytes < needed_bytes and ranked:
             rank, t = ranked[0]
             # Unknown since an earlier eviction, or higher because of the load of the channels.
             if t not in self.cost or self.round_trips:
-                self._find_costs([t])
+                self._update_costs([t])
                 if (now := self._compute_ranks([t])[0]) > rank:
                     heapreplace(ranked, (now, t))
                     continue
             heappop(ranked)
             self._evict(t)
 
-    def _find_costs(self, tensors: Sequence[int]) -> None:
+    def _update_costs(self, tensors: Sequence[int]) -> None:
         for t in tensors:
             if t not in self.cost:
                 self.cost[t] = self._compute_cost(t) if self.recomputable[t] else np.inf
@@ -238,7 +238,7 @@ class Eviction:
     def _evict(self, t: int) -> None:
         """Drop a tensor or, if reloading it costs less, offload it."""
         if t in self.round_trips:
-            self._find_costs([t])
+            self._update_costs([t])
             if self.channels.compute_cost_s(t, self.next_use[t], self.rule.channel) < self.cost[t]:
                 self._offload(t)
                 return

@@ -1,6 +1,5 @@
 """Heuristics of eviction: those of DTR (Kirisame et al., ICLR 2021), what they were compared with, and MegEngine's.
 
-
 The evicted storage is the one of least score, in DTR
 
     h = (own cost + cost of its evicted neighbourhood) / (bytes x staleness),
@@ -16,17 +15,21 @@ Known weakness of h_DTR-eq, as published: a class that was merged is never split
 longer connected. ``CostByRegions`` has the exact neighbourhoods, at more work for each eviction.
 """
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import reduce
 
 import numpy as np
 
-from solvers.online.storages import Bits, Floats, Ints, Storages
+from solvers.online.storages import Floats, Ints, Storages
 
 MIB = 2**20
 BYTES_PER_S = 1e8  # by which MegEngine estimates the time of an op
+_FIRST = 16  # storages whose neighbourhoods are looked at together at first; then twice as many
+_ROUNDED = 1 + 1e-9  # costs of classes are sums and differences
 
 
 class DtrRule(StrEnum):
@@ -75,18 +78,13 @@ def make_heuristic(name: str, seed: int = 0) -> "Heuristic":
 class Heuristic(ABC):
     """A choice of the evicted storage, the one of least score; it is notified of evictions and recomputations.
 
-    A score may fall as time passes. It rises when a storage is read. If it falls for another reason, the heuristic calls
-    ``Storages.note_fallen``.
-
     Attributes:
-        bounded: True if that holds; otherwise all candidates are scored for each choice.
         keeps_siblings: True if an op that is recomputed for one output leaves the others in memory too.
         keeps_random: True if outputs of random ops are never evicted.
         least_bytes: storages of up to this size are never evicted.
         counts_bytes: True if it estimates the time of an op from the bytes read and written.
     """
 
-    bounded = True
     keeps_siblings = True
     keeps_random = False
     least_bytes = -1
@@ -107,13 +105,10 @@ class Heuristic(ABC):
         """Prepare for the storages of an empty ledger, whose heuristic it is from now on."""
         self.storages = storages
 
-    def grow(self, capacity: int) -> None:  # noqa: B027 (not all have arrays)
-        """Make room for `capacity` storages."""
-
-    def note_added(self, storage: int) -> None:  # noqa: B027
+    def note_added(self, storage: int) -> None:  # noqa: B027 (not all listen)
         """Record a new storage; its id is the next one, or that of a dropped storage."""
 
-    def note_evicted(self, storage: int) -> None:  # noqa: B027 (not all listen)
+    def note_evicted(self, storage: int) -> None:  # noqa: B027
         """Record that `storage` was evicted."""
 
     def note_restored(self, storage: int) -> None:  # noqa: B027
@@ -131,6 +126,11 @@ class Heuristic(ABC):
     @abstractmethod
     def score(self, storages: Ints, now_s: float) -> Floats:
         """Return the score of each of `storages` at `now_s`."""
+
+    def select_least(self, storages: Ints, now_s: float) -> tuple[Ints, float]:
+        """Return those of `storages` of least score at `now_s`, and that score."""
+        scores = self.score(storages, now_s)
+        return storages[scores == scores.min()], float(scores.min())
 
 
 class LeastRecentlyUsed(Heuristic):
@@ -159,34 +159,26 @@ class RandomScores(Heuristic):
     """
 
     def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._now = 0.0  # when the last one fired
-        self._next: Floats = np.zeros(0)  # when each storage fires next, if that is later
-        self._drawn: Ints = np.zeros(0, dtype=np.int64)
-
-    def grow(self, capacity: int) -> None:
-        """Make room for `capacity` storages."""
-        more = capacity - len(self._next)
-        self._next = np.concatenate([self._next, np.zeros(more)])
-        self._drawn = np.concatenate([self._drawn, np.zeros(more, dtype=np.int64)])
+        self._seed, self._now = seed, 0.0  # when the last one fired
+        self._next: dict[int, float] = {}  # when each storage fires next, if that is later
+        self._drawn: dict[int, int] = {}
 
     def note_added(self, storage: int) -> None:
         """Begin the process of a new storage."""
-        self._next[storage] = self._now
-        self._drawn[storage] = 0
+        self._next[storage], self._drawn[storage] = self._now, 0
 
     def note_chosen(self, storage: int) -> None:
         """Go on to the time at which `storage` fires."""
-        self._now = float(self._next[storage])
+        self._now = self._next[storage]
 
     def score(self, storages: Ints, now_s: float) -> Floats:
         """Advance the processes of `storages` beyond the present, and return the time at which each fires next."""
-        fired = storages
-        while len(fired := fired[self._next[fired] <= self._now]):
-            draws = hash_to_uniform(np.array([self._seed]), self.storages.origin[fired], self._drawn[fired])
-            self._next[fired] -= np.log1p(-draws)
-            self._drawn[fired] += 1
-        return self._next[storages]
+        for storage in storages.tolist():
+            while self._next[storage] <= self._now:
+                numbers = np.array([[self._seed], [self.storages.origin[storage]], [self._drawn[storage]]])
+                self._next[storage] -= float(np.log1p(-hash_to_uniform(*numbers))[0])
+                self._drawn[storage] += 1
+        return np.array([self._next[storage] for storage in storages.tolist()])
 
 
 def hash_to_uniform(*numbers: Ints) -> Floats:
@@ -203,20 +195,34 @@ def hash_to_uniform(*numbers: Ints) -> Floats:
 class Cost(Heuristic):
     """The heuristic h = (own cost + cost of the neighbourhood) / (bytes x staleness), or / bytes; without a neighbourhood."""
 
-    def __init__(self, *, stale: bool = True) -> None:
-        self.stale = stale
+    stale = True
 
     def score(self, storages: Ints, now_s: float) -> Floats:
         """Return h; infinite for storages of no bytes or read just now."""
+        return self.weigh(storages, self.compute_neighbourhood_s(storages), now_s)
+
+    def weigh(self, storages: Ints, neighbourhood_s: Floats, now_s: float) -> Floats:
+        """Return h with the costs of neighbourhoods in seconds, with which it rises."""
         known = self.storages
         below = known.size_bytes[storages]
         if self.stale:
             below = below * (now_s - known.touched_s[storages])
-        return divide(known.own_s[storages] + self.compute_neighbourhood_s(storages), below)
+        return divide(known.own_s[storages] + neighbourhood_s, below)
 
     def compute_neighbourhood_s(self, storages: Ints) -> Floats:
         """Return the cost of the evicted neighbourhood of each of `storages`, in seconds."""
         return np.zeros(len(storages))
+
+    def select_least(self, storages: Ints, now_s: float) -> tuple[Ints, float]:
+        """Return those of least score, and that; neighbourhoods are looked at only where h without one is not above it."""
+        alone = self.weigh(storages, np.zeros(len(storages)), now_s)
+        order = np.argsort(alone, kind="stable")
+        scores, at, least = np.full(len(storages), np.inf), 0, np.inf
+        while at < len(order) and alone[order[at]] <= least * _ROUNDED:
+            block = order[at : 2 * at + _FIRST]
+            scores[block] = self.score(storages[block], now_s)
+            at, least = at + len(block), min(least, float(scores[block].min()))
+        return storages[scores == least], least
 
 
 def divide(above: Floats, below: Floats) -> Floats:
@@ -226,230 +232,111 @@ def divide(above: Floats, below: Floats) -> Floats:
     return quotient
 
 
-class _Cached:
-    """A cost of each storage that is computed when it is asked for and has changed."""
-
-    def __init__(self) -> None:
-        self.cost_s: Floats = np.zeros(0)
-        self.outdated: Bits = np.ones(0, dtype=np.bool_)
-
-    def grow(self, capacity: int) -> None:
-        """Make room for `capacity` storages."""
-        more = capacity - len(self.cost_s)
-        self.cost_s = np.concatenate([self.cost_s, np.zeros(more)])
-        self.outdated = np.concatenate([self.outdated, np.ones(more, dtype=np.bool_)])
-
-
 @dataclass(slots=True)
 class _Class:
     """A class of evicted storages that are neighbours.
 
     Attributes:
         members: those that are evicted.
-        around: storages with a neighbour among them, and some that had one.
         cost_s: of the members; what has left it may leave a rounding error.
         joined: number of storages that have joined it.
     """
 
     members: set[int]
-    around: set[int] = field(default_factory=set)
-    cost_s: float = 0.0
+    cost_s: float
     joined: int = 1
+
+
+def _add_up(costs_s: Iterable[float]) -> float:
+    """Return the sum of costs, added one by one: ``sum`` rounds otherwise since Python 3.12, and NumPy's in blocks."""
+    return reduce(operator.add, costs_s, 0.0)
 
 
 class CostByClasses(Cost):
     """The cost with classes of a union-find as neighbourhood: a cheap estimate, as classes are never split."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.costs = _Cached()
-        self.label: list[int] = []  # class of each evicted storage, otherwise -1
+        self.label: dict[int, int] = {}  # class of each evicted storage
         self.classes: dict[int, _Class] = {}
         self.labels = 0
-
-    def grow(self, capacity: int) -> None:
-        """Make room for `capacity` storages."""
-        self.costs.grow(capacity)
-
-    def note_added(self, storage: int) -> None:
-        """Record a new storage, without neighbours."""
-        if storage == len(self.label):
-            self.label.append(-1)
-        self.costs.outdated[storage] = True
 
     def list_neighbours(self, storage: int) -> list[int]:
         """Return the storages whose classes `storage` joins when evicted, and by which it is scored."""
         return [*self.storages.parents[storage], *self.storages.children[storage]]
 
-    def list_observers(self, storage: int) -> list[int]:
-        """Return the storages that have `storage` as a neighbour."""
-        return self.list_neighbours(storage)
-
     def note_evicted(self, storage: int) -> None:
         """Add a class for `storage`, merged with those of its evicted neighbours."""
-        around = {self.label[n] for n in self.list_neighbours(storage)} - {-1}
-        new = self.labels
+        self.label[storage] = self.labels
+        self.classes[self.labels] = _Class({storage}, float(self.storages.own_s[storage]))
+        self._merge({self.labels, *self._list_labels(self.list_neighbours(storage))})
         self.labels += 1
-        own = self.classes[new] = _Class({storage}, cost_s=float(self.storages.own_s[storage]))
-        own.around.update(self.list_observers(storage))
-        self.label[storage] = new
-        merged = self._merge({new, *around})
-        self._mark_changed(merged)
 
     def note_restored(self, storage: int) -> None:
         """Subtract the cost of `storage` from its class."""
-        label = self.label[storage]
+        label = self.label.pop(storage)
         left = self.classes[label]
         left.cost_s -= float(self.storages.own_s[storage])
         left.members.discard(storage)
-        self.label[storage] = -1
-        self.costs.outdated[storage] = True
-        self.storages.note_fallen(self._mark_changed(left))
         if not left.members:
             del self.classes[label]
-        for n in self.list_neighbours(storage):
-            if self.label[n] >= 0:
-                self.classes[self.label[n]].around.add(storage)
 
     def note_related(self, parent: int, child: int) -> None:
-        """Merge the classes of two evicted storages, or note that one of them is next to the class of the other."""
-        labels = {self.label[parent], self.label[child]} - {-1}
-        merged = self._merge(labels)
-        merged.around |= {parent, child}
-        self._mark_changed(merged)
+        """Merge the classes of two storages that are evicted."""
+        self._merge(self._list_labels((parent, child)))
 
     def note_dearer(self, storage: int, seconds: float) -> None:
         """Add to the cost of the class of `storage`."""
-        label = self.classes[self.label[storage]]
-        label.cost_s += seconds
-        self._mark_changed(label)
+        self.classes[self.label[storage]].cost_s += seconds
 
-    def _merge(self, labels: set[int]) -> _Class:
+    def _list_labels(self, storages: Iterable[int]) -> set[int]:
+        return {self.label[storage] for storage in storages if storage in self.label}
+
+    def _merge(self, labels: set[int]) -> None:
         classes = self.classes
         largest, *others = sorted(labels, key=lambda label: (-classes[label].joined, label))
         into = classes[largest]
         for label in others:
             merged = classes.pop(label)
-            for storage in merged.members:
-                self.label[storage] = largest
+            self.label.update(dict.fromkeys(merged.members, largest))
             into.members |= merged.members
             into.joined += len(merged.members)
             into.cost_s += merged.cost_s
-            into.around = _unite(into.around, merged.around)
-            self.storages.work += len(merged.members)
-        return into
-
-    def _mark_changed(self, changed: _Class) -> set[int]:
-        """Mark the costs of storages around a class as out of date, and return them."""
-        gone = self.storages.gone
-        changed.around = {storage for storage in changed.around if not gone[storage]}
-        self.storages.work += len(changed.around)
-        self.costs.outdated[list(changed.around)] = True
-        return changed.around
 
     def compute_neighbourhood_s(self, storages: Ints) -> Floats:
         """Return the sum over the distinct classes of the evicted neighbours of each storage."""
-        costs = self.costs
-        for storage in storages[costs.outdated[storages]].tolist():
-            around = self.list_neighbours(storage)
-            self.storages.work += len(around)
-            costs.cost_s[storage] = self.compute_cost_around_s(around)
-            costs.outdated[storage] = False
-        return costs.cost_s[storages]
+        return np.array([self.compute_cost_around_s(self.list_neighbours(storage)) for storage in storages.tolist()])
 
     def compute_cost_around_s(self, neighbours: Iterable[int]) -> float:
         """Return the cost of a storage's neighbourhood."""
-        cost_s = 0.0
-        for label in sorted({self.label[n] for n in neighbours} - {-1}):
-            cost_s += self.classes[label].cost_s
-        return cost_s
-
-
-def _unite(one: set[int], other: set[int]) -> set[int]:
-    """Return the union of two sets that are no longer used, in the time of the smaller."""
-    if len(one) < len(other):
-        one, other = other, one
-    one |= other
-    return one
+        return _add_up(self.classes[label].cost_s for label in sorted(self._list_labels(neighbours)))
 
 
 class CostByRegions(Cost):
     """The cost with the exact neighbourhood: storages reachable through evicted ones, upwards or in both directions."""
 
     def __init__(self, *, descendants: bool, stale: bool = True) -> None:
-        super().__init__(stale=stale)
-        self.upwards = _Cached()
-        self.downwards = _Cached() if descendants else None
-
-    def grow(self, capacity: int) -> None:
-        """Make room for `capacity` storages."""
-        for side in (self.upwards, self.downwards):
-            if side is not None:
-                side.grow(capacity)
-
-    def note_added(self, storage: int) -> None:
-        """Record a new storage, without neighbours."""
-        for side in (self.upwards, self.downwards):
-            if side is not None:
-                side.outdated[storage] = True
-
-    def note_evicted(self, storage: int) -> None:
-        """Mark the costs that include `storage` as out of date."""
-        self._mark_changed(storage)
-
-    def note_restored(self, storage: int) -> None:
-        """Mark the costs that included `storage`, and its own, as out of date."""
-        self.storages.note_fallen(self._mark_changed(storage))
-
-    def note_related(self, parent: int, child: int) -> None:
-        """Mark the costs on both sides of the evicted one as out of date."""
-        for storage in (parent, child):
-            self._mark_changed(storage)
-
-    def note_dearer(self, storage: int, seconds: float) -> None:
-        """Mark the costs that include `storage` as out of date."""
-        self._mark_changed(storage)
-
-    def _mark_changed(self, storage: int) -> set[int]:
-        """Mark costs as out of date, and return the storages that they are of."""
-        known, changed = self.storages, set()
-        for side, back in ((self.upwards, known.children), (self.downwards, known.parents)):
-            if side is not None:
-                behind = self._find_reachable(storage, back, through=False)
-                side.outdated[[storage, *behind]] = True
-                changed.update(behind)
-        return changed
-
-    def _find_reachable(self, storage: int, onward: list[dict[int, None]], *, through: bool) -> list[int]:
-        """Return the evicted storages that `storage` reaches through evicted ones (`through`), or those in memory behind them."""
-        gone = self.storages.gone
-        seen, stack = {storage}, [storage]
-        found: list[int] = []
-        while stack:
-            for n in onward[stack.pop()]:
-                if n in seen:
-                    continue
-                seen.add(n)
-                if gone[n]:
-                    stack.append(n)
-                if gone[n] == through:
-                    found.append(n)
-        self.storages.work += len(seen)
-        return found
+        self.descendants, self.stale = descendants, stale
 
     def compute_neighbourhood_s(self, storages: Ints) -> Floats:
         """Return the sum over all reachable storages; those reachable in both directions count twice, as published."""
         known = self.storages
         total = np.zeros(len(storages))
-        for side, onward in ((self.upwards, known.parents), (self.downwards, known.children)):
-            if side is None:
-                continue
-            for storage in storages[side.outdated[storages]].tolist():
-                own_s = known.own_s[self._find_reachable(storage, onward, through=True)]
-                side.cost_s[storage] = own_s.cumsum()[-1] if len(own_s) else 0.0  # one by one: a sum would round otherwise
-                side.outdated[storage] = False
-            total += side.cost_s[storages]
+        for onward in (known.parents, *((known.children,) if self.descendants else ())):
+            for i, storage in enumerate(storages.tolist()):
+                total[i] += _add_up(known.own_s[self._list_reachable(storage, onward)].tolist())
         return total
+
+    def _list_reachable(self, storage: int, onward: list[dict[int, None]]) -> list[int]:
+        """Return the evicted storages that `storage` reaches through evicted ones."""
+        gone = self.storages.gone
+        seen, stack, found = {storage}, [storage], list[int]()
+        while stack:
+            for n in onward[stack.pop()]:
+                if n not in seen and gone[n]:
+                    stack.append(n)
+                    found.append(n)
+                seen.add(n)
+        return found
 
 
 class Interpreter(CostByClasses):
@@ -472,21 +359,13 @@ class Interpreter(CostByClasses):
         """Return the inputs of the producer of `storage`, and its siblings."""
         return [*self.storages.parents[storage], *self.storages.list_siblings(storage)]
 
-    def list_observers(self, storage: int) -> list[int]:
-        """Return the storages that are computed from `storage`, and its siblings."""
-        return [*self.storages.children[storage], *self.storages.list_siblings(storage)]
-
-    def score(self, storages: Ints, now_s: float) -> Floats:
+    def weigh(self, storages: Ints, neighbourhood_s: Floats, now_s: float) -> Floats:
         """Return the scores of the rule."""
         known = self.storages
-        cost = self.compute_neighbourhood_s(storages) * BYTES_PER_S + 1e-3
         below = known.size_bytes[storages] / MIB * (now_s - known.touched_s[storages] + 1e-3)
-        return divide(cost * 1.0001 ** known.again[storages], below)
+        return divide((neighbourhood_s * BYTES_PER_S + 1e-3) * 1.0001 ** known.again[storages], below)
 
     def compute_cost_around_s(self, neighbours: Iterable[int]) -> float:
         """Return the sum over the evicted neighbours of their class, or of themselves if they cost more."""
-        cost_s = 0.0
-        for n in neighbours:
-            if self.label[n] >= 0:
-                cost_s += max(self.classes[self.label[n]].cost_s, float(self.storages.own_s[n]))
-        return cost_s
+        evicted = [n for n in neighbours if n in self.label]
+        return _add_up(max(self.classes[self.label[n]].cost_s, float(self.storages.own_s[n])) for n in evicted)

@@ -1,11 +1,16 @@
 """A ledger of storages for eviction while a step runs: costs, last uses and neighbourhoods, which grows as ops come.
 
-It knows nothing of tensors, graphs or memory. A driver tells it what is computed, read, evicted and freed for good, and asks it
-for the storage that a heuristic evicts next. Two drivers share it: the replay of a graph (``solvers.baselines.common.online``)
-and the eager runtime. Terms are those of dynamic tensor rematerialization (DTR, Kirisame et al., ICLR 2021).
+It knows nothing of tensors, graphs or memory. Its driver, the replay of a graph (``solvers.baselines.common.online``), tells it
+what is computed, read, evicted and freed for good, and asks it for the storage that a heuristic evicts next. Terms are those of
+dynamic tensor rematerialization (DTR, Kirisame et al., ICLR 2021).
 
 Ids are used again once a storage is dropped, so that a long run takes no more memory than what it has alive. A storage that is
 dropped for good pins what was computed from it, since that could not be recomputed any more.
+
+Each choice looks at all that may be evicted, as in DTR's simulator. Tried before: to sort them by bounds on their scores, so that
+a choice looks at about the square root of their number, and to keep the costs of neighbourhoods until they change. That was more
+than half of the lines here, and took more time for most steps; the eager runtime has a ledger of its own
+(``planner/native/ledger.cpp``). To draw a sample of the candidates, or to ignore small ones, as DTR proposes, changes the choice.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +18,6 @@ from enum import StrEnum
 
 import numpy as np
 
-from solvers.online.candidates import Candidates
 from solvers.online.heuristics import Heuristic, make_heuristic
 from solvers.online.storages import LedgerOp, Storages
 
@@ -40,7 +44,6 @@ class Ledger(Storages):
         self._unused: list[int] = []  # ids of dropped storages
         self._numbers = self._op_numbers = 0
         self.heuristic = make_heuristic(heuristic) if isinstance(heuristic, str) else heuristic
-        self.candidates = Candidates(self, self.heuristic)
         self.heuristic.begin(self)
         self._grow(1024)
 
@@ -74,7 +77,7 @@ class Ledger(Storages):
         self.size_bytes[storage] = size_bytes
         self.own_s[storage] = 0.0
         self.again[storage] = 0
-        self._touched[storage] = 0.0
+        self.touched_s[storage] = 0.0
         self._pins[storage] = int(self.heuristic.spares(size_bytes))
         self.heuristic.note_added(storage)
         self._enter(storage)
@@ -116,16 +119,14 @@ class Ledger(Storages):
 
     def touch(self, storages: Iterable[int], now_s: float) -> None:
         """Record that `storages` are read, or were computed for the first time, at `now_s`."""
-        touched = self._touched
         for storage in storages:
-            touched[storage] = now_s
+            self.touched_s[storage] = now_s
 
     # Where storages are.
 
     def note_evicted(self, storage: int) -> None:
         """Record that `storage` was evicted, to be recomputed when it is needed."""
-        self._live[storage] = False
-        self.candidates.remove(storage)
+        self.live[storage] = self.evictable[storage] = False
         self.gone[storage] = 1
         self.heuristic.note_evicted(storage)
 
@@ -137,15 +138,14 @@ class Ledger(Storages):
             self.heuristic.note_restored(storage)
 
     def pin(self, storage: int) -> None:
-        """Record that `storage` may not be evicted until `unpinned` has been called as often."""
+        """Record that `storage` may not be evicted until `unpin` has been called as often."""
         self._pins[storage] += 1
-        self.candidates.exclude(storage)
+        self.evictable[storage] = False
 
     def unpin(self, storage: int) -> None:
-        """Record the end of one `pinned`."""
+        """Record the end of one `pin`."""
         self._pins[storage] -= 1
-        if not self._pins[storage] and self._live[storage]:
-            self.candidates.readmit(storage)
+        self.evictable[storage] = self.live[storage] and not self._pins[storage]
 
     def is_needed(self, storage: int) -> bool:
         """Return True if a storage computed from `storage` is evicted."""
@@ -156,8 +156,7 @@ class Ledger(Storages):
         if self.gone[storage]:
             self.gone[storage] = 0
             self.heuristic.note_restored(storage)
-        self._live[storage] = False
-        self.candidates.remove(storage)
+        self.live[storage] = self.evictable[storage] = False
         # What was computed from it can no longer be computed again.
         for child in self.children[storage]:
             self.pin(child)
@@ -179,32 +178,27 @@ class Ledger(Storages):
 
         Of equal scores it is the storage that became evictable last, but for scores of 0 the first.
         """
-        chosen = self.candidates.find_least(now_s)
-        if chosen is not None:
-            self.heuristic.note_chosen(chosen)
+        candidates = np.flatnonzero(self.evictable)
+        if not len(candidates):
+            return None
+        tied, least = self.heuristic.select_least(candidates, now_s)
+        since = self.since[tied]
+        chosen = int(tied[since.argmin() if least == 0 else since.argmax()])
+        self.heuristic.note_chosen(chosen)
         return chosen
 
     def _enter(self, storage: int) -> None:
-        self._since[storage] = self._numbers
-        self._numbers += 1
-        self._live[storage] = True
-        self.candidates.add(storage, barred=self._pins[storage] > 0)
+        self._number((storage,))
+        self.live[storage], self.evictable[storage] = True, not self._pins[storage]
 
     def _number(self, storages: Iterable[int]) -> None:
-        number = self._numbers
         for storage in storages:
-            self._since[storage] = number
-            number += 1
-        self._numbers = number
+            self.since[storage] = self._numbers
+            self._numbers += 1
 
     def _grow(self, capacity: int) -> None:
-        """Make room for `capacity` storages; memory views write single elements faster than arrays."""
+        """Make room for `capacity` storages."""
         more = capacity - len(self.size_bytes)
-        for name in ("size_bytes", "own_s", "touched_s", "origin", "since", "again", "live"):
+        for name in ("size_bytes", "own_s", "touched_s", "origin", "since", "again", "live", "evictable"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros(more, dtype=array.dtype)]))
-        self._touched = self.touched_s.data.cast("B").cast("d")
-        self._since = self.since.data.cast("B").cast("q")
-        self._live = self.live.data.cast("B").cast("?")
-        self.candidates.grow(capacity)
-        self.heuristic.grow(capacity)

@@ -1,15 +1,12 @@
-"""The records of storages in a ledger: costs, last uses and neighbourhoods, for heuristics and candidates to read."""
+"""The records of storages in a ledger: costs, last uses and neighbourhoods, for heuristics to read."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-
 Ints = NDArray[np.int64]
-
 Bits = NDArray[np.bool_]
 
 
@@ -33,11 +30,10 @@ class Storages:
         again: recomputations of the ops that write it.
         gone: 1 if it is evicted.
         live: True if it is in memory.
+        evictable: True if it is in memory and not pinned.
         parents, children: storages that the ops writing it read, and those that ops reading it write; in the order of the ops.
         writers: ops that write it.
         ops: the ops with an output that is not dropped, by their number.
-        changed: storages that came into memory, or whose scores may have fallen, since candidates were last sorted.
-        work: scores, neighbours and members of classes looked at so far, to measure the bookkeeping independently of time.
     """
 
     def __init__(self) -> None:
@@ -48,19 +44,13 @@ class Storages:
         self.since: Ints = np.zeros(0, dtype=np.int64)
         self.again: Ints = np.zeros(0, dtype=np.int64)
         self.live: Bits = np.zeros(0, dtype=np.bool_)
+        self.evictable: Bits = np.zeros(0, dtype=np.bool_)
         self.gone = bytearray()
         self.parents: list[dict[int, None]] = []
         self.children: list[dict[int, None]] = []
         self.writers: list[list[int]] = []
         self.ops: dict[int, LedgerOp] = {}
-        self.changed: set[int] = set()
-        self.work = 0
 
     def list_siblings(self, storage: int) -> list[int]:
         """Return the other outputs of the ops that write `storage`."""
         return [out for op in self.writers[storage] for out in self.ops[op].outputs if out != storage]
-
-    def note_fallen(self, storages: Collection[int]) -> None:
-        """Record, for a heuristic, that the cost of the neighbourhood of `storages` may have fallen."""
-        self.work += len(storages)
-        self.changed.update(storages)

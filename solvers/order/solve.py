@@ -136,7 +136,7 @@ def _solve_in_orders(solve: Solver, request: Request, search: OrderSearch) -> So
             request,
             on_progress=patience,
             should_stop=lambda: (
-                request.is_interrupted() or (search.found is not None and patience.is_bounded) or patience.is_over()
+                request.is_interrupted() or (search.found is not None and patience.is_bounded) or patience.give_up()
             ),
         )
         first = solve_in(program, solve, stopping)
@@ -167,7 +167,7 @@ def _solve_only_in(first: SolvedOrder, order: Reordering, solve: Solver, request
     if first.result.status is Status.INFEASIBLE:
         return solve_in(order, solve, request)
     patience = _Patience(request)
-    impatient = replace(request, on_progress=patience, should_stop=lambda: request.is_interrupted() or patience.is_over())
+    impatient = replace(request, on_progress=patience, should_stop=lambda: request.is_interrupted() or patience.give_up())
     second = solve_in(order, solve, impatient)
     if second.result.schedule is not None:
         return _continue(second, solve, request) if patience.gave_up else second
@@ -241,7 +241,7 @@ def _solve_again(first: SolvedOrder, order: Reordering, took: float, solve: Solv
     def has_ended() -> bool:
         refuted = proved and is_within(time_s, bounds_s[-1], _REFUTED * request.tolerance.compute_at(clock.now))
         late = clock.now > until and not gained
-        return refuted or late or (not proved and patience.is_over()) or request.is_interrupted()
+        return refuted or late or (not proved and patience.give_up()) or request.is_interrupted()
 
     patience = _Patience(replace(request, on_progress=note))
     second = solve_in(order, solve, replace(request, on_progress=patience, should_stop=has_ended))
@@ -285,6 +285,7 @@ class _Patience:
     def is_bounded(self) -> bool:
         return self._has_bound or self._request.clock.now > self._until
 
-    def is_over(self) -> bool:
+    def give_up(self) -> bool:
+        """Return True once nothing was found for long, and from then on."""
         self.gave_up = self.gave_up or (not self._found and self._request.clock.now > self._until)
         return self.gave_up

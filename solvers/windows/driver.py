@@ -30,7 +30,6 @@ from solvers.windows.strategies.first_schedules import (
     Imitation,
     KeepEverything,
 )
-from solvers.windows.strategies.offloaded_orders import LeastOffloaded
 from solvers.windows.strategies.portfolio import OffloadingPortfolio, Portfolio
 from solvers.windows.strategies.refinement import Relaxation
 from solvers.windows.strategies.state_space import StateSpace
@@ -38,7 +37,6 @@ from solvers.windows.strategies.strategy import Strategy
 
 _EARLY_RULES_LIMIT = 0.2  # of the clock: for eviction rules before the relaxation, until one finds a schedule
 _RULES_LIMIT = 1.0  # for the other rules while no other strategy searches
-_OFFLOADED_LIMIT = 4.0  # for the schedule of least peak that offloads
 _IMITATION_LIMIT = 4.0  # for all baselines that are imitated
 
 
@@ -75,7 +73,6 @@ STAGES = (
     SearchStage(Relaxation, lambda s: s.params.bound.first_slice),
     SearchStage(EvictionRules, lambda s: OFFLOADING_RULES_LIMIT if s.problem.round_trips else _RULES_LIMIT),
     SearchStage(Portfolio, in_background=True, improves=True),
-    SearchStage(LeastOffloaded, lambda _: _OFFLOADED_LIMIT),
     SearchStage(Imitation, lambda _: _IMITATION_LIMIT),
     SearchStage(Relaxation, lambda s: s.params.bound.first_slice * s.params.bound.longer, repeated=True),
     SearchStage(StateSpace, last=True),

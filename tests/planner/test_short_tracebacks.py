@@ -32,6 +32,14 @@ def report_before_the_block() -> None:
     planner.rematerialize("1GB").report("page.html")
 
 
+def read_the_peak_before_the_block() -> None:
+    planner.rematerialize("1GB").peak_bytes  # noqa: B018
+
+
+def wait_before_the_block() -> None:
+    planner.rematerialize("1GB").wait_for_plans()
+
+
 def compile_too_little() -> None:
     planner.compile(net(), F.mse_loss, (X, Y), budget=3000, **QUICK)
 
@@ -78,6 +86,8 @@ def load_nothing() -> None:
     [
         compile_without_time,
         report_before_the_block,
+        read_the_peak_before_the_block,
+        wait_before_the_block,
         compile_too_little,
         solve_too_little,
         trace_wrong,

@@ -206,7 +206,7 @@ def test_the_least_budget_is_found_to_the_byte_on_many_graphs(draw: Callable[[in
 
 
 def check_relaxation(graph: Graph, share: float) -> None:
-    """Rows 1 to 9 with everything in them, without the search over states that decides small graphs."""
+    """Rows 1 to 8 with everything in them, without the search over states that decides small graphs."""
     budget = budget_of(graph, share)
     check_models(Case(0, graph, budget, fastest_with_options(graph, budget)))
 

@@ -131,7 +131,7 @@ class RecordingBranch:
             return None
         branch = cls(translator, statement)
         try:
-            branch._check([statement])
+            branch._follow([statement])
         except _NotRecordingError:
             return None
         return branch
@@ -199,7 +199,7 @@ class RecordingBranch:
         """Return the position behind the instructions of a statement, such as the last that runs if there is no exception."""
         return max(i for i, each in enumerate(self.translator.instructions) if _is_in(each.positions, last)) + 1
 
-    def _check(self, statements: Sequence[ast.stmt], within: _Function | None = None) -> None:
+    def _follow(self, statements: Sequence[ast.stmt], within: _Function | None = None) -> None:
         """Raise unless the statements only record, and note what they change; `within` as in ``_Function.names``."""
         nodes = [node for statement in statements for node in ast.walk(statement)]
         stored = {ast.unparse(node) for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)}
@@ -226,7 +226,7 @@ class RecordingBranch:
                     if _is_buffer(self._evaluate(node, within)) and ast.unparse(node) not in stored:  # the step may write it
                         raise _NotRecordingError
                 case ast.Call():
-                    self._check_call(node, within)
+                    self._follow_call(node, within)
                 case ast.withitem(context_expr=context, optional_vars=name):  # of a library, such as a lock
                     entered = None if isinstance(context, ast.Call) else type(self._evaluate(context, within))
                     if name is not None or (entered is not None and is_followed(entered.__module__)):
@@ -271,13 +271,13 @@ class RecordingBranch:
         found: CellVariable = effects[cell]
         return found
 
-    def _check_call(self, call: ast.Call, within: _Function | None) -> None:
+    def _follow_call(self, call: ast.Call, within: _Function | None) -> None:
         """Raise unless a call only records."""
         found, owner = self._evaluate(call.func, within), None
         if isinstance(call.func, ast.Name):
             is_known = self._is_known(found)
         else:
-            is_known = isinstance(call.func, ast.Attribute) and self._is_call_of_known(call.func, within)
+            is_known = isinstance(call.func, ast.Attribute) and self._follow_known_call(call.func, within)
             owner = call.func.value if isinstance(call.func, ast.Attribute) and isinstance(found, MethodType) else None
         if is_known:
             given = [self._find_whole(arg, within) for arg in (*call.args, *(each.value for each in call.keywords))]
@@ -295,7 +295,7 @@ class RecordingBranch:
         called.names.update((name, (ast.Name(name, ast.Load()), None)) for name in outer)
         called.cells.update((name, self.translator.symbolic_locals[name]) for name in outer)
         self.reading.append(function)
-        self._check(called.body, called)
+        self._follow(called.body, called)
         self.reading.pop()
 
     def _is_known(self, found: Any) -> bool:
@@ -305,7 +305,7 @@ class RecordingBranch:
             return is_error or found in _BUILTINS
         return not is_followed(getattr(found, "__module__", None) or "torch")
 
-    def _is_call_of_known(self, called: ast.Attribute, within: _Function | None) -> bool:
+    def _follow_known_call(self, called: ast.Attribute, within: _Function | None) -> bool:
         """Return True if a method only records: of a library, of a tensor or a text, or of a container, which it changes."""
         named, name = self._find_whole(called.value, within), called.attr
         if isinstance(named[0], _NEW):

@@ -53,7 +53,7 @@ class Expressions:
             case ast.Constant(value=value):
                 return value
             case ast.Name(id=name):
-                return self._find_named(name, expression)
+                return self._register_name(name, expression)
             case ast.Tuple(elts=elements):
                 return tuple(map(self.build_value, elements))
             case ast.List(elts=elements):
@@ -85,7 +85,7 @@ class Expressions:
         target = self.build_value(func)
         return target(*args, **kwargs) if target in _CONSTANTS else Call(target, args, kwargs)
 
-    def _find_named(self, name: str, expression: ast.expr) -> Argument:
+    def _register_name(self, name: str, expression: ast.expr) -> Argument:
         if name in self.bound:
             return self.bound[name]
         if name not in self._namespace:

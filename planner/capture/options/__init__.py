@@ -8,7 +8,7 @@ are removed again. Others are added to any graph when it is solved (``GraphOptio
 from collections.abc import Collection, Mapping, Sequence, Set
 from types import MappingProxyType
 
-from graphs.errors import UsageError
+from graphs.errors import UsageError, suggest
 from graphs.ir import Graph
 from graphs.options.gather import OVERLAP
 from graphs.options.offload import OFFLOAD
@@ -55,7 +55,7 @@ def parse_option(text: str) -> tuple[str, int | None]:
     """
     name, colon, number = text.partition(":")
     if name not in OPTIONS:
-        raise UsageError(f"there is no option {name!r} of a graph: choose from {', '.join(OPTIONS)}")
+        raise UsageError(f"there is no option {name!r} of a graph{suggest(name, OPTIONS)}: choose from {', '.join(OPTIONS)}")
     if not colon:
         return name, None
     if (argument := OPTIONS[name].argument) is None:

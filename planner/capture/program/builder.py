@@ -106,7 +106,7 @@ class PassBuilder:
             case fx.Node():
                 return value
             case Ref(tensor=tensor):
-                return own[tensor] if tensor in own else self._get_node(tensor)
+                return own[tensor] if tensor in own else self._use_tensor(tensor)
             case Call():
                 node = self.call(value, "view", own)
                 node.meta[INLINE] = True
@@ -185,7 +185,7 @@ class PassBuilder:
         run = run_within(guard, module.forward)
         return Pass(module, self._parameters, run, guard, read, lines, node_lines)
 
-    def _get_node(self, tensor: int) -> fx.Node:
+    def _use_tensor(self, tensor: int) -> fx.Node:
         """Return the node that holds a tensor; a static tensor is aligned before its first use if kernels expect that."""
         if tensor in self._unaligned:
             self._unaligned.remove(tensor)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from graphs.errors import UsageError
 from graphs.escape import escape_text
 from graphs.io.files import check_writable, write_text
 from graphs.pools import COMPUTE
@@ -45,7 +46,10 @@ def write_pages(
     Raises:
         OutputError: a file cannot be written.
         PlannerError: Bokeh is not installed.
+        UsageError: both are None.
     """
+    if path is None and trace is None:
+        raise UsageError("nothing to write: name a page, 'report.html', or a trace, trace='trace.json'")
     for target, suffix in ((path, ".html"), (trace, ".json")):
         if target is not None:
             check_writable(target, suffix=suffix)

@@ -1,5 +1,6 @@
 """Joint planning of the graphs of a step, once all are known."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from graphs.errors import InfeasibleError
@@ -7,10 +8,10 @@ from graphs.options import remove_options
 from graphs.schedule import Schedule, count_kept_bytes, keep_everything
 from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_enough
 from planner.memory.fit import find_largest
 from planner.train.backend.planned_graph import PlannedGraph
-from planner.train.backend.rest_of_step import add_rest, build_keep_everything, find_lean_schedule
+from planner.train.backend.rest_of_step import add_rest, build_keep_everything, find_lean_schedule, find_least_schedule
 from planner.train.backend.shared_channels import compute_host_room
 from planner.train.backend.step_memory import (
     PassStorages,
@@ -74,8 +75,11 @@ class JointPlanning:
 
     def _compute_peak_bytes(self) -> int:
         """Return the highest peak of a step by the plans of its graphs."""
+        return self._compute_peak_bytes_by({graph: graph.schedule for graph in self._graphs})
+
+    def _compute_peak_bytes_by(self, schedules: Mapping[PlannedGraph, Schedule]) -> int:
         return max(
-            compute_peak_bytes([(graph.captured.graph, graph.schedule) for graph in order], seen) for order, seen in self._steps
+            compute_peak_bytes([(graph.captured.graph, schedules[graph]) for graph in order], seen) for order, seen in self._steps
         )
 
     def _list_orders_with(self, graph: PlannedGraph) -> list[Sequence[PlannedGraph]]:
@@ -179,6 +183,15 @@ class JointPlanning:
             left = f"the others leave {format_bytes(max(0, room))} to graph {order.index(graph) + 1}{keeping}"
             graphs = f"{len(order)} graphs that the model is captured as: {left}"
         return InfeasibleError(
-            f"budget {format_bytes(self._whole)} is too small for the {graphs}, and no schedule was found for it. Raise the "
-            "budget, lower the batch size, or remove graph breaks (TORCH_LOGS=graph_breaks shows them)"
+            f"budget {format_bytes(self._whole)} is too small for the {graphs}, and no schedule was found for it."
+            f"{self._describe_known()} Raise the budget, lower the batch size, or remove graph breaks (TORCH_LOGS=graph_breaks "
+            "shows them)"
         )
+
+    def _describe_known(self) -> str:
+        """Return a sentence with the budget that the schedules of least peak need, and its share of what eager PyTorch takes."""
+        least = {each: find_least_schedule(each.captured.graph, each.tangents)[1] for each in self._graphs}
+        eager = {each: build_keep_everything(each.captured.graph) for each in self._graphs}
+        known_bytes, eager_bytes = map(self._compute_peak_bytes_by, (least, eager))
+        share = f", {math.ceil(100 * known_bytes / eager_bytes)}% of what eager PyTorch takes" if eager_bytes else ""
+        return f" Schedules are known for {format_enough(known_bytes)}{share}." if known_bytes > self._whole else ""

@@ -121,7 +121,7 @@ class Improvement:
             self._timer = OpTimer(executor, steps=_TIMED_STEPS)
         self._watch = PeakWatch(executor) if plan.measured_peak_bytes is None else None
 
-    def find(self, steps: int) -> Plan | None:
+    def advance(self, steps: int) -> Plan | None:
         """Return a plan that is to replace the current one after so many trained `steps`, if one has been found."""
         self._steps = steps
         self._take_times()
@@ -134,7 +134,7 @@ class Improvement:
         return self._take_better()
 
     def wait(self, seconds: float | None) -> Plan | None:
-        """Wait until the solve ends, at most `seconds`; return a plan as ``find`` does."""
+        """Wait until the solve ends, at most `seconds`; return a plan as ``advance`` does."""
         self._steps = math.inf  # who waits wants the best plan
         self._take_times()
         if not self._is_solved and self._solve is None:
@@ -409,7 +409,7 @@ class Consultation:
         steps = self._steps
         if not self._ranks.is_alone and (steps < _FIRST_SHARED or steps & (steps - 1)):
             return None
-        return self._consult(lambda: self.improvement.find(steps))
+        return self._consult(lambda: self.improvement.advance(steps))
 
     def wait(self, seconds: float | None) -> PlanSwap | None:
         """Wait for the end of the solve, at most `seconds`; return the best plan if it differs from the current one."""

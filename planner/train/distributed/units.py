@@ -19,10 +19,10 @@ from planner.runtime.sharding import Unsharded
 from planner.torch_private.core import FakeTensorMode, get_local_tensor, pytree
 from planner.torch_private.fsdp import (
     build_dtensor,
+    collect_gradient_sum,
     find_own_communication,
     flatten_mesh,
     get_gradient_divide_factors,
-    get_gradient_sum,
     get_mixed_precision,
     get_shard,
     get_sharding,
@@ -65,7 +65,7 @@ class ShardedParameter:
 
     def make_sum(self) -> torch.Tensor:
         """Return the sum of earlier gradients; begin one at -0.0, to which any gradient can be added without changing a bit."""
-        total = get_gradient_sum(self.state)
+        total = collect_gradient_sum(self.state)
         if total is None:
             total = torch.full(self.packed.shape, -0.0, dtype=self.sum_dtype, device=self.sharded.device)
             set_gradient_sum(self.state, total)
@@ -148,7 +148,7 @@ class ShardedUnit:
     @property
     def adds(self) -> bool:
         """True if gradients are added to sums: they are not to be reduced, or there are sums of earlier ones."""
-        return not self.reduces or any(get_gradient_sum(p.state) is not None for p in self.parameters)
+        return not self.reduces or any(collect_gradient_sum(p.state) is not None for p in self.parameters)
 
     def build_gather(self, parameters: Sequence[ShardedParameter]) -> Gather:
         """Return the gather of some of the parameters."""

@@ -1,6 +1,5 @@
 """Time and memory of ops: on the CPU, and on a CUDA device, where ops return before they are done."""
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,62 +43,18 @@ class _Measured:
     workspace_of_bytes: int = 1
 
 
-class OpCosts(ABC):
-    """What the first executions of each signature take.
+class OpCosts:
+    """What the first executions of each signature take: on the CPU the C++ library measures it.
 
     Attributes:
         times_each: ops are done when they return, so that each is timed, measured or not.
     """
-
-    times_each: bool
-
-    @abstractmethod
-    def get_in_use_bytes(self) -> int:
-        """Return the bytes in use on the device, including workspaces that libraries keep; 0 if that is not known."""
-
-    @abstractmethod
-    def find_missing_block(self, size_bytes: int) -> torch.OutOfMemoryError | None:
-        """Return the error of the allocator if it has no free block of `size_bytes`, else None."""
-
-    @abstractmethod
-    def forget_failures(self) -> None:
-        """Forget failed requests to the allocator before an op."""
-
-    @abstractmethod
-    def check_memory(self, function: object) -> None:
-        """Raise an error if an op has succeeded although the allocator had no memory for its workspace.
-
-        Raises:
-            BudgetError: the library has used another algorithm.
-        """
-
-    def find_block(self, size_bytes: int, evict_after: Callable[[Exception], bool]) -> None:
-        """Evict until the allocator has a free block of `size_bytes`, or nothing is left to evict.
-
-        This is for ops whose library uses another algorithm if it gets no workspace, and keeps using it from then on. Its results
-        may differ in some bits.
-        """
-        while (error := self.find_missing_block(size_bytes)) is not None and evict_after(error):
-            pass
-
-
-class HostCosts(OpCosts):
-    """The costs of ops on the CPU: the C++ library measures them."""
 
     times_each = True
 
     def get_in_use_bytes(self) -> int:
         """Return 0: Python knows of all tensors on the CPU."""
         return 0
-
-    def find_missing_block(self, size_bytes: int) -> None:
-        """Return None: kernels on the CPU do not depend on free memory."""
-
-    def forget_failures(self) -> None:
-        """Do nothing: an op on the CPU fails if it has no memory."""
-
-    def check_memory(self, function: object) -> None:
-        """Do nothing: an op on the CPU fails if it has no memory."""
 
 
 class DeviceCosts(OpCosts):
@@ -127,6 +82,15 @@ class DeviceCosts(OpCosts):
         """Forget failed requests to the allocator before an op."""
         if unserved:
             unserved.pop((get_ident(), self._device.index), None)
+
+    def find_block(self, size_bytes: int, evict_after: Callable[[Exception], bool]) -> None:
+        """Evict until the allocator has a free block of `size_bytes`, or nothing is left to evict.
+
+        This is for ops whose library uses another algorithm if it gets no workspace, and keeps using it from then on. Its results
+        may differ in some bits.
+        """
+        while (error := self.find_missing_block(size_bytes)) is not None and evict_after(error):
+            pass
 
     def find_missing_block(self, size_bytes: int) -> torch.OutOfMemoryError | None:
         """Return the error of the allocator if it has no free block of `size_bytes`, else None."""
@@ -210,4 +174,4 @@ class DeviceCosts(OpCosts):
 
 def create_costs(device: torch.device) -> OpCosts:
     """Return an object that measures the ops of `device`."""
-    return DeviceCosts(device) if device.type == "cuda" else HostCosts()
+    return DeviceCosts(device) if device.type == "cuda" else OpCosts()

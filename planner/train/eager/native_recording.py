@@ -4,7 +4,7 @@ import ctypes
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from planner.native.library import Library, is_being_compiled, wait_for_library
 from planner.progress import Stage, Stages, list_views
 from planner.torch_private.checkpoints import Hooks, pack_recomputed
 from planner.train.eager.device_costs import MEASUREMENTS
+from planner.train.eager.operators import Operator
 from planner.train.eager.recording import FEW_OPS, LONGEST_CHAIN, Recorder
 from planner.train.eager.shared_context import SharedContext
 from planner.train.eager.sizes import may_take_workspace
@@ -44,8 +45,7 @@ class NativeRecording:
     def __init__(self, recorder: Recorder) -> None:
         library = prepare_library()
         self._library = library
-        self._describe = _Describe(partial(_fill_facts, recorder))  # kept alive as long as the library may call it
-        self._handle = library.eager_new(self._describe)
+        self._handle = library.eager_new(_DESCRIBE)
         weakref.finalize(self, library.eager_drop, self._handle)
         parts = LONGEST_CHAIN, LOCK, get_default_generator, FEW_OPS, MEASUREMENTS, ctypes.addressof(recorder.module.number)
         record_with = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, ctypes.py_object)(("eager_record_with", library))
@@ -69,13 +69,13 @@ def _find_hooks() -> Hooks | None:
     return _HOOKS.get(prepare_library().eager_find_packing())
 
 
-def _fill_facts(recorder: Recorder, name: bytes, overload: bytes, facts: Any) -> None:
+def _fill_facts(name: bytes, overload: bytes, facts: Any) -> None:
     """Fill in ``OperatorFacts`` of an operator; do nothing if Python does not know the operator."""
     namespace, _, base = name.decode().partition("::")
     op = getattr(getattr(getattr(torch.ops, namespace), base, None), overload.decode() or "default", None)
     if op is None:
         return
-    operator = recorder.get_operator(op)
+    operator = Operator.of(op)
     values = (
         operator.passes,
         id(operator),
@@ -95,6 +95,9 @@ def _fill_facts(recorder: Recorder, name: bytes, overload: bytes, facts: Any) ->
     )
     for i, value in enumerate(values):
         facts[i] = value
+
+
+_DESCRIBE = _Describe(_fill_facts)  # kept alive as long as the library may call it
 
 
 @cache

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from typing import Any
 
 import torch
@@ -87,8 +88,9 @@ class Operator:
     replay: Replay
 
     @classmethod
+    @cache
     def of(cls, op: OpOverload) -> "Operator":
-        """Return the facts about `op`."""
+        """Return the facts about `op`, which are never freed: the C++ library refers to them."""
         schema, tags = op._schema, op.tags
         name = schema.name
         rebinds, is_known = name in _REBIND, op.namespace in KNOWN_NAMESPACES

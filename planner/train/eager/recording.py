@@ -14,7 +14,7 @@ from graphs.short_tracebacks import mark_as_raised_by_op
 from graphs.units import format_bytes, format_enough
 from planner.capture.rewrites.sparse_products import list_strided_parts
 from planner.runtime.allocator_failure import find_allocator_failure
-from planner.torch_private.core import OpOverload, storage_address
+from planner.torch_private.core import storage_address
 from planner.train.eager.device_costs import OpCosts
 from planner.train.eager.modules import CurrentModule
 from planner.train.eager.operators import Operator
@@ -46,7 +46,6 @@ class Recorder:
         costs: measures ops.
 
     Attributes:
-        is_closed: the block has ended.
         module: the module that is running.
     """
 
@@ -66,17 +65,8 @@ class Recorder:
         self.recomputation = recomputation
         self.follower = follower
         self.costs = costs
-        self.is_closed = False
         self.sources = sources
         self.module = CurrentModule()
-        self._operators: dict[int, Operator] = {}
-
-    def get_operator(self, op: OpOverload) -> Operator:
-        """Return the facts about an operator, cached by identity: operators are never freed, and hashing them is slow."""
-        operator = self._operators.get(id(op))
-        if operator is None:
-            operator = self._operators[id(op)] = Operator.of(op)
-        return operator
 
     # Before an op.
 
@@ -198,7 +188,6 @@ class Recorder:
 
     def close(self) -> None:
         """End the block: its records, and what they hold in memory, are dropped when no saved tensor needs them."""
-        self.is_closed = True
         self.recomputation.in_block = False
         self.memory.settle()
         if not self.sources.saved:

@@ -14,10 +14,11 @@ import torch
 
 from graphs.errors import BudgetError, PlannerError, UsageError, first_line
 from graphs.io.formats import write_graph
-from graphs.short_tracebacks import shorten, shorten_traceback, show_as_eager
+from graphs.short_tracebacks import shorten, shorten_in_properties, shorten_traceback, show_as_eager
 from graphs.units import format_bytes, format_enough, format_seconds
 from planner.capture.program.draws import LOCK
 from planner.memory.auto_budget import compute_auto_budget_bytes
+from planner.memory.release import keep_freed_blocks
 from planner.memory.reserved import choose_memory_on
 from planner.native.library import wait_for_library
 from planner.plans.solve import solve_graph
@@ -110,6 +111,7 @@ def rematerialize(
     return Rematerialization(wanted, heuristic=heuristic, device=device, max_recomputation=max_recomputation, counted=counted)
 
 
+@shorten_in_properties
 class Rematerialization:
     """A block within a memory budget, and its statistics; ``str`` returns them as text."""
 
@@ -154,6 +156,8 @@ class Rematerialization:
         del tensors
         memory.live_bytes = max(memory.live_bytes, costs.get_in_use_bytes())  # including memory that Python does not know of
         memory.make_room(0, "entering the block")
+        if self._device.type == "cpu":
+            keep_freed_blocks()
         with ExitStack() as block:
             if self._counted is not CountedMemory.ALLOCATED:
                 block.enter_context(limit_allocator(self._device, memory.budget_bytes))
@@ -252,6 +256,7 @@ class Rematerialization:
         """The steps that have ended so far, and the plans of those that repeat."""
         return self._entered.follower.plans
 
+    @shorten_traceback
     def wait_for_plans(self, seconds: float | None = None) -> None:
         """Wait at most `seconds` until the steps that repeat are solved; from then on they follow their plans."""
         recorder = self._entered

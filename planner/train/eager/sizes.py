@@ -201,8 +201,6 @@ def _bound_bytes(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     first, *others = iterate_tensors(args)
     item_bytes = first.element_size()
     match name:
-        case "aten::nonzero":
-            return first.numel() * max(1, first.dim()) * 8
         case "aten::masked_select":
             return count_broadcast_elements([first.shape, others[0].shape]) * item_bytes
         case "aten::index":

@@ -36,8 +36,6 @@ _WORK_PER_OP = 5e-5  # of the evictions for an op and its execution
 class Foresight(Heuristic):
     """A heuristic that looks at the rest of the program, which only a replay knows."""
 
-    bounded = False
-
     def follow(self, run: "OnlineRun") -> None:
         """Prepare for a run, in which nothing has been executed yet."""
         self.run = run

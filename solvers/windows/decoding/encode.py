@@ -35,7 +35,6 @@ def _encode(
 ) -> Solution:
     """Return the values for the `steps` of an order; `ends`: for each execution the number of steps up to the frees after it."""
     recomputed, handed, taken = ([set[int]() for _ in range(len(discretization.ends) + 1)] for _ in range(3))
-    twice: set[tuple[int, int]] = set()
     executed, back = {end: place for place, end in enumerate(ends)}, {x.back.op: t for t, x in problem.round_trips.items()}
     live: set[int] = set()
     window = 0
@@ -51,8 +50,6 @@ def _encode(
             continue
         op, window = order.computed[place], order.windows[place]
         if not order.first[place]:
-            if op in recomputed[window]:
-                twice.add((window, op))
             recomputed[window].add(op)
         following = order.windows[place + 1] if place + 1 < len(order.computed) else window
         for k in range(window + 1, following + 1):
@@ -61,7 +58,6 @@ def _encode(
     return Solution(
         tuple(map(frozenset, recomputed[:-1])),
         tuple(map(frozenset, handed)),
-        frozenset(twice),
         tuple(map(frozenset, taken[:-1])) if problem.round_trips else (),
         order.instead,
     )
@@ -74,8 +70,6 @@ def start_values(model: Model, solution: Solution) -> Floats:
         values[column] = i in solution.recomputed[k]
     for (k, t), column in model.handed.items():
         values[column] = t in solution.handed[k]
-    for pair, column in model.twice.items():
-        values[column] = pair in solution.twice
     for (k, t), column in model.taken.items():
         values[column] = t in solution.taken[k]
     for b, column in model.instead.items():

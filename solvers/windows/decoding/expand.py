@@ -24,14 +24,12 @@ class Solution:
         recomputed: for each window the ops that are recomputed in it (R and Q).
         handed: for each window the tensors handed over into it (S; without kept ones), and after the last one those handed over
             to the following ops.
-        twice: (window, op) for ops recomputed more than once (D).
         taken: for each window the tensors reloaded in it (A); empty without offloading.
         instead: ops that are executed in place of those that they replace (z).
     """
 
     recomputed: tuple[frozenset[int], ...]
     handed: tuple[frozenset[int], ...]
-    twice: frozenset[tuple[int, int]] = frozenset()
     taken: tuple[frozenset[int], ...] = ()
     instead: frozenset[int] = frozenset()
 

@@ -10,7 +10,6 @@ from solvers.windows.decoding.decode import Trial
 from solvers.windows.relaxation.discretization import Discretization
 
 _PIECE, _MOST_PIECES = 12, 8  # ops of a piece of a long run over the budget, of each of which the worst execution is refined
-_NEARLY = 0.9  # of the budget: what needs so much is likely to exceed it next
 _MOST_WAITS = 4  # places with the longest waits for transfers that are refined
 
 
@@ -30,14 +29,14 @@ def refine_windows(discretization: Discretization, trial: Trial, budget_bytes: i
     """Return `discretization`, refined at every place where `trial` exceeds the budget.
 
     At a first execution of v: row 6; if it is there, a window ends at v. At a recomputation of x before v: a window of its own
-    for v; if it has one, rows 7 and 9. If nothing is left to add, `discretization` is returned.
+    for v; if it has one, row 7. If nothing is left to add, `discretization` is returned.
 
     Args:
         ahead: refine the last so many ops up to v as if the schedule exceeded the budget at each: the next solution would often
             recompute x before an earlier one.
     """
     ends, firsts = set(discretization.ends), set(discretization.firsts)
-    recomputations, precedences = set(discretization.recomputations), set(discretization.precedences)
+    recomputations = set(discretization.recomputations)
     for step in find_worst_in_runs(trial, budget_bytes):
         op = trial.order.computed[step]
         if trial.order.first[step]:
@@ -51,12 +50,10 @@ def refine_windows(discretization: Discretization, trial: Trial, budget_bytes: i
                 ends.update((first - 1, last) if first > 0 else (last,))
             if single or ahead > 1:
                 recomputations.add((v, op))
-                precedences.update((v, x, op) for x in _list_recomputed_before(trial, step))
     closer = replace(
         discretization,
         firsts=frozenset(firsts),
         recomputations=frozenset(recomputations),
-        precedences=frozenset(precedences),
     )
     return closer.split(ends)
 
@@ -69,38 +66,8 @@ def split_at_waits(discretization: Discretization, trial: Trial) -> Discretizati
     return discretization.split({new[done[place]] for _, place in waits[:_MOST_WAITS]}) if waits else discretization
 
 
-def _list_recomputed_before(trial: Trial, step: int) -> list[int]:
-    """Return the consecutive recomputations that end before `step`, itself one."""
-    begin = step
-    while begin and not trial.order.first[begin - 1]:
-        begin -= 1
-    return list(trial.order.computed[begin:step])
-
-
 def _list_ops_up_to(op: int, count: int) -> range:
     return range(max(0, op - count + 1), op + 1)
-
-
-def order_stages(discretization: Discretization, trial: Trial, budget_bytes: int, *, ahead: int = 1) -> Discretization:
-    """Return `discretization` with Checkmate's memory rows for the recomputations in stages where `trial` exceeds the budget.
-
-    Args:
-        ahead: as in ``refine_windows``.
-    """
-    order = trial.order
-    ordered = set(discretization.ordered)
-    done = -1
-    recomputed: list[tuple[int, int]] = []
-    for op, first, taken in zip(order.computed, order.first, trial.memory_bytes, strict=True):
-        if not first:
-            recomputed.append((op, taken))
-            continue
-        done = op
-        if any(taken > budget_bytes for _, taken in recomputed):
-            stages = [v for v in _list_ops_up_to(done, ahead) if discretization.is_single(discretization.find_window(v))]
-            ordered.update((v, x) for v in stages for x, taken in recomputed if taken > _NEARLY * budget_bytes)
-        recomputed = []
-    return replace(discretization, ordered=frozenset(ordered))
 
 
 def halve(discretization: Discretization) -> Discretization:

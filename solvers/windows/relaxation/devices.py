@@ -7,7 +7,7 @@
     E[v]    at most the end of the execution in the place of v
     C[d,v]  at most the time at which device d has finished its executions in places up to that of v
 
-Memory of the main device is in rows 5 to 9, in the order of issue; tensors of other devices have no size there, and their ops no
+Memory of the main device is in rows 5 to 8, in the order of issue; tensors of other devices have no size there, and their ops no
 cost.
 
 Known weakness: rows with a large factor are weak while z are fractions, and effective once z are fixed. Most graphs of a few ops
@@ -115,13 +115,13 @@ class _Makespan:
         self.draft = draft
         self.problem = draft.problem
         self.recomputed: list[list[int]] = [[] for _ in range(self.problem.ops)]
-        for (_, i), column in (*draft.recomputed.items(), *draft.twice.items()):
+        for (_, i), column in draft.recomputed.items():
             self.recomputed[i].append(column)
         self.paths = Paths(self.problem)
         seconds = sum(map(self.problem.get_seconds, range(self.problem.ops)))
         self.longest = self.problem.convert_to_units(seconds) * (
             2 * draft.windows + 1
-        )  # all costs of R, Q, D and z, one after the other
+        )  # all costs of R, Q and z, one after the other
 
     def convert_to_units(self, i: int) -> float:
         return self.problem.convert_to_units(self.problem.get_seconds(i))
@@ -169,7 +169,7 @@ class _Makespan:
         row = LinearExpression()
         row.add(idle, 1.0)
         behind = [k for k in range(draft.windows) if draft.starts[k] > last]
-        for (k, i), column in (*draft.recomputed.items(), *draft.twice.items()):
+        for (k, i), column in draft.recomputed.items():
             if k in behind:
                 row.add(column, problem.convert_to_units(problem.time_s[i]))
         exposed = [*head, *(tail if behind and draft.starts[behind[0]] == last + 1 else ())]

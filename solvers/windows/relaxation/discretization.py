@@ -19,8 +19,6 @@ class Discretization:
         ends: e_1 < ... < e_K, the last is the last op.
         firsts: ops v with row 6 (their first execution inside a window).
         recomputations: pairs (e_k, x) with row 7 (x recomputed in the window that ends at e_k).
-        precedences: triples (e_k, x, z): row 9 of z includes the outputs of x, see ``precedence.py``.
-        ordered: pairs (v, x) with Checkmate's memory row of x in the stage {v}: not a relaxation, see ``in_stage.py``.
         merged: first and last op of consecutive windows that row 8 takes as one: windows that have been split, and halves.
         places: for each op the last one of its place, where windows end; () if each op has its own place.
         decided: (ops, True if one of them is executed in its place): a restriction to such schedules, see ``branches.py``.
@@ -29,8 +27,6 @@ class Discretization:
     ends: tuple[int, ...]
     firsts: frozenset[int] = frozenset()
     recomputations: frozenset[tuple[int, int]] = frozenset()
-    precedences: frozenset[tuple[int, int, int]] = frozenset()
-    ordered: frozenset[tuple[int, int]] = frozenset()
     merged: frozenset[tuple[int, int]] = frozenset()
     places: tuple[int, ...] = ()
     decided: frozenset[Decision] = frozenset()
@@ -82,7 +78,6 @@ class Model:
     discretization: Discretization
     recomputed: dict[tuple[int, int], int]  # R and Q, which exclude each other in a window
     handed: dict[tuple[int, int], int]  # S
-    twice: dict[tuple[int, int], int]  # D, see ``precedence.py``
     program: Milp
     taken: dict[tuple[int, int], int] = field(default_factory=dict)  # A, see ``transfers.py``
     instead: dict[int, int] = field(default_factory=dict)  # z, by op

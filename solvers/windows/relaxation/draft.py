@@ -33,7 +33,7 @@ class ModelDraft(ProgramBuilder):
     Attributes:
         starts: for each window its first op.
         instead: columns of z.
-        recomputed, handed, twice, lasting: columns of R and Q, of S, of D and of H, see ``variables.py``.
+        recomputed, handed, lasting: columns of R and Q, of S and of H, see ``variables.py``.
         used: columns of u, see ``executed.py``.
         taken, fetched, valid, stored, hosted: columns of A, Y, V, X and W, see ``transfers.py``; empty without offloading.
         memory_unit: bytes, the unit of the memory rows.
@@ -55,7 +55,6 @@ class ModelDraft(ProgramBuilder):
         self.instead: dict[int, int] = {}
         self.recomputed: dict[tuple[int, int], int] = {}
         self.handed: dict[tuple[int, int], int] = {}
-        self.twice: dict[tuple[int, int], int] = {}
         self.lasting: dict[tuple[int, int], int] = {}
         self.used: dict[int, int] = {}
         self.taken: dict[tuple[int, int], int] = {}
@@ -156,7 +155,6 @@ class ModelDraft(ProgramBuilder):
             self.discretization,
             self.recomputed,
             self.handed,
-            self.twice,
             self.build_milp(),
             self.taken,
             self.instead,

@@ -5,7 +5,7 @@ one of window k. Window k lasts from the end of the first execution of e_(k-1) t
 this is Checkmate's formulation (Jain et al., MLSys 2020); with fewer windows it is smaller, and its optimum is still a lower
 bound.
 
-Objective: minimise the sum of c_i over R, Q and D, plus the waits of the compute stream, plus the time of other devices after its
+Objective: minimise the sum of c_i over R and Q, plus the waits of the compute stream, plus the time of other devices after its
 end.
 """
 
@@ -25,7 +25,6 @@ from solvers.windows.relaxation.draft import Family, ModelDraft
 from solvers.windows.relaxation.executed import add_executed_at_all
 from solvers.windows.relaxation.memory import add_memory_at_end, add_memory_inside, add_memory_of_recomputations
 from solvers.windows.relaxation.merged_windows import add_merged_windows
-from solvers.windows.relaxation.precedence import add_precedence_cuts
 from solvers.windows.relaxation.resources import add_resources
 from solvers.windows.relaxation.transfers import add_channels, add_offloads
 from solvers.windows.relaxation.variables import list_ops, write_variables
@@ -45,7 +44,6 @@ def build_relaxation(problem: Problem, discretization: Discretization, should_st
         add_merged_windows,
         add_memory_inside,
         add_memory_of_recomputations,
-        add_precedence_cuts,
         add_channels,
         add_executed_at_all,
         add_resources,

@@ -108,7 +108,7 @@ def add_host_memory(draft: ModelDraft, k: int) -> None:
 
 
 def add_channels(draft: ModelDraft) -> None:
-    """Add row 13, for each window and direction: sum of seconds x Y, or X, <= T_k = c of its new ops + c (R + Q + D) + stall[k].
+    """Add row 13, for each window and direction: sum of seconds x Y, or X, <= T_k = c of its new ops + c (R + Q) + stall[k].
 
     T_k is the time of the compute stream in window k, including waits: the sum of them is the time of a schedule. For some new
     ops v of the window there are also rows for the part of T_k after v, for tensors produced by v and later ops, and the part
@@ -137,7 +137,7 @@ class _Channels:
         self.back = {t: units(transfers.back.time_s) for t, transfers in trips.items()}
         self.most = sum(max(self.out[t], self.back[t]) for t in trips)  # longest wait in a window
         self.recomputed: list[list[tuple[int, float]]] = [[] for _ in range(draft.windows)]
-        for (k, _), column in (*draft.recomputed.items(), *draft.twice.items()):
+        for (k, _), column in draft.recomputed.items():
             self.recomputed[k].append((column, draft.cost[column]))
 
     def add_window(self, k: int) -> None:

@@ -22,7 +22,7 @@ from solvers.problem import OBJECTIVE_SCALE, keep_small
 from solvers.windows.decoding.decode import Trial, decode, find_late_writers, order_of, read_solution
 from solvers.windows.decoding.encode import encode_trial, start_values
 from solvers.windows.decoding.expand import Solution
-from solvers.windows.decoding.refinement import order_stages, refine_windows, split_at_waits
+from solvers.windows.decoding.refinement import refine_windows, split_at_waits
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import Search
@@ -166,10 +166,6 @@ class RestrictedModel:
                 finer = split_at_waits(self.discretization, trial)
             else:
                 finer = refine_windows(self.discretization, trial, budget_bytes, ahead=ahead)
-            if not fits and search.problem.places.plain:
-                finer = order_stages(finer, trial, budget_bytes, ahead=ahead)
-            # The restricted model has no row 9.
-            finer = replace(finer, precedences=frozenset())
             if finer == self.discretization or search.stopping.is_enough():
                 return fits
             self.discretization = finer

@@ -4,8 +4,9 @@ If all tensors that can be offloaded are in memory only while an op reads or pro
 those that cannot be offloaded. If these exceed the budget, eviction rules recompute them (``solvers.eviction``), on a graph in
 which offloaded tensors have no size but count in the workspaces of their ops.
 
-Tried and removed: schedules for the budget of a solve, by all eviction rules and several shares of the tensors, also where others
-are known. By equal work, no cost or status of 80 random graphs and 8 transformers depended on them.
+Only searches of the least budget use it. Tried and removed: the schedule of least peak in a solve that has found none, and
+schedules for the budget of a solve, by all eviction rules and several shares of the tensors. By equal work, no cost or status of
+256 random graphs and 8 transformers depended on them.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -20,29 +21,10 @@ from solvers.clock import Clock
 from solvers.eviction.least_peak import find_least_evicting_schedule
 from solvers.problem import Problem, build_problem
 from solvers.windows.decoding.decode import Order, Trial, order_of, try_out
-from solvers.windows.strategies.strategy import Strategy
 
 _INSTANT_S = 1e-12  # of ops that take no time
 # Shares of the ranking that are offloaded while the rest is recomputed; all of it needs least memory.
 _LEAST_SHARES = (1.0, 0.5)
-
-
-class LeastOffloaded(Strategy):
-    """The schedule of least peak, if none is known yet."""
-
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem has transfers to the host."""
-        return bool(problem.round_trips)
-
-    def step(self, limit: float) -> bool:
-        """Search for about `limit`, and offer what is found; return False."""
-        search = self.search
-        if search.incumbent.best is None:
-            search.progress.tell("offloading tensors that are not needed soon")
-            clock = search.clock.start_part(limit)
-            search.offer(find_least_offloaded(search.problem.whole, clock, should_stop=search.stopping.is_enough).order)
-        return False
 
 
 def find_least_offloaded(graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None) -> Trial:

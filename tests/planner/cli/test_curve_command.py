@@ -47,7 +47,8 @@ def test_the_command_prints_writes_and_draws(graph_file: Path, tmp_path: Path, c
 
 def test_no_budget_that_anything_fits_is_exit_code_3(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["curve", str(graph_file), "--budgets", "1B,2B"]) == 3
-    assert capsys.readouterr().out.count("infeasible") == 2
+    out = capsys.readouterr().out
+    assert out.count("infeasible") == 2 and "least feasible budget: 3.00 kB, proved" in out
 
 
 def test_options_are_drawn_and_written_beside(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

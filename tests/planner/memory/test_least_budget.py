@@ -35,7 +35,7 @@ from solvers.least import find_least_known
 from solvers.order.reorder import find_order
 from solvers.registry import get_solver
 from solvers.request import Request
-from solvers.result import SOLVED, Result, Status
+from solvers.result import SOLVED, Reason, Result, Status
 from tests.support.marks import slow
 
 
@@ -143,7 +143,9 @@ def test_stopped_search_returns_a_valid_bracket_and_is_not_remembered() -> None:
     graph = on_a_gpu(25)
     found = find_least_budget(graph, CountedMemory.RESERVED, should_stop=lambda: True)
     assert predict_counted_bytes(graph, found.schedule, CountedMemory.RESERVED) == found.found_bytes >= found.proved_bytes
-    assert find_least_budget(graph, CountedMemory.RESERVED).found_bytes <= found.found_bytes
+    whole = find_least_budget(graph, CountedMemory.RESERVED)
+    assert whole.found_bytes <= found.found_bytes
+    assert (found.stopped, whole.stopped) == (True, False)
 
 
 def test_budgets_that_only_another_order_has_a_schedule_for_are_solved_in_that_order() -> None:
@@ -243,6 +245,15 @@ def test_a_plan_in_program_order_is_in_program_order(monkeypatch: pytest.MonkeyP
     assert planner.solve(graph, least.found_bytes).settings["reordered"] is True
     with pytest.raises(LimitError):
         planner.solve(graph, least.found_bytes, reorder=False)
+
+
+@pytest.mark.parametrize(("device", "known"), [("cpu", ""), ("h200", r"A schedule is known for .*\. ")])
+def test_limit_errors_of_arenas_have_hints_and_the_time(device: str, known: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = replace(draw_training_step(25, 8), provenance={"device": device})
+    too_little = lambda request: finds_nothing(request).map_to(reason=Reason.TIME)  # noqa: E731
+    monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: too_little)
+    with pytest.raises(LimitError, match=rf"nothing was found\..*{known}It took .* \(limit 2 units of work\)\.$"):
+        planner.solve(graph, find_least_budget(graph).found_bytes, arena=True, work_limit=2.0)
 
 
 def test_limit_error_names_budgets_with_and_without_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ _TESTED = (
     "tests/planner/native/test_ledger.py",
     "tests/planner/native/test_passes.py",
     "tests/planner/native/test_unchanged.py",
+    "tests/planner/native/test_undo.py",
     "tests/planner/runtime/test_arena.py",
     *(f"tests/planner/train/eager/test_{name}.py" for name in ("native_recording", "measured_ops")),
 )
@@ -38,8 +39,8 @@ def test_sanitizers_and_the_compiler_have_nothing_to_say(tmp_path: Path, monkeyp
         pytest.skip("the compiler has no address sanitizer")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compile_library(library_path(), *_SANITIZED)
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *_TESTED],
+    run = subprocess.run(  # -s: pytest would keep what a sanitizer writes as it ends the process
+        [sys.executable, "-m", "pytest", "-qsx", "-p", "no:cacheprovider", *_TESTED],
         env=os.environ
         | {
             "LD_PRELOAD": " ".join(map(_find_runtime, ("libasan.so", "libubsan.so", "libstdc++.so"))),
@@ -54,7 +55,7 @@ def test_sanitizers_and_the_compiler_have_nothing_to_say(tmp_path: Path, monkeyp
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-5000:]
 
 
-def test_the_first_errors_of_the_compiler_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_files_are_compiled_as_one_and_the_first_errors_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "g++"
     printed = (
         "passes.cpp: In function 'run':",
@@ -63,13 +64,16 @@ def test_the_first_errors_of_the_compiler_are_shown(tmp_path: Path, monkeypatch:
         *(f"passes.cpp:{line}:1: error: follows" for line in (8, 9, 10)),
         "compilation terminated.",
     )
-    compiler.write_text("#!/bin/sh\ncat >&2 <<'END'\n" + "\n".join(printed) + "\nEND\nexit 1\n")
+    given = tmp_path / "given.cpp"
+    compiler.write_text(f"#!/bin/sh\ncat > {given}\ncat >&2 <<'END'\n" + "\n".join(printed) + "\nEND\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr(library, "_LOADER", library._Loader())
     with pytest.raises(PlannerError) as failed:
         library.wait_for_library()
+    included = given.read_text().splitlines()
+    assert included == [f'#include "{source}"' for source in sorted(Path(library.__file__).parent.glob("*.cpp"))]
     assert [printed.index(line) for line in library._LOADER.problem.splitlines()] == [1, 3, 4]
     assert str(failed.value).startswith("the C++ library cannot be compiled: passes.cpp:7:3: error: 'stack' was not declared\n")
 

@@ -24,12 +24,12 @@ from planner.memory.reserved import predict_eager_bytes
 from planner.plans.summary import summarize
 from planner.progress import Progress, Stage
 from planner.settings.counted_memory import CountedMemory
-from planner.studies import budget_analysis
+from planner.studies import budget_analysis, frontier
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import BETWEEN, advise_graph
 from planner.studies.solves import solve_in_order
-from solvers.clock import Clock
-from solvers.result import Result
+from solvers.clock import Clock, WorkClock
+from solvers.result import Reason, Result, Status
 from tests.support.marks import slow_except
 
 LINK = {"link": "1000GB/s", "host_budget": "1GB"}
@@ -192,6 +192,21 @@ def test_cuda_advice_counts_and_reports_reserved_memory(memory: CountedMemory | 
     assert f"{takes} {format_bytes(found.recommended.reserved_bytes or 0)} for it" in text
 
 
+def test_advice_uses_the_time_that_it_was_given(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = WorkClock(30.0)
+
+    def take_long(order: Reordering, budget_bytes: int, memory: CountedMemory, given: Clock, **settings: Any) -> Result:
+        clock.spend(given.limit)
+        found = Status.LIMIT, None, graph.time_s, "windows", given.limit
+        return Result(graph, budget_bytes, *found, message="no time", reason=Reason.TIME)
+
+    monkeypatch.setattr(budget_analysis, "WallClock", lambda _: clock)
+    monkeypatch.setattr(frontier, "solve_in_order", take_long)
+    advice = advise_graph(graph, time_limit_s=30.0, options=("offload",), **LINK)
+    assert clock.now == pytest.approx(30.0)
+    assert "analysed in" in str(advice) and all("bound" in line for line in str(advice).splitlines() if "of eager" in line)
+
+
 def test_a_slow_search_for_the_least_budget_leaves_time_to_solve_for_it(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     solved: dict[int, float] = {}  # time limits by budget
 
@@ -200,13 +215,15 @@ def test_a_slow_search_for_the_least_budget_leaves_time_to_solve_for_it(graph: G
         while not should_stop():
             assert time.monotonic() - began < 10.0, "the search was not stopped"
             time.sleep(0.01)
-        return find_least_budget(graph, memory, should_stop=should_stop)
+        return replace(find_least_budget(graph, memory), stopped=True)
 
     def noted(order: Reordering, budget_bytes: int, memory: CountedMemory, clock: Clock, **settings: Any) -> Result:
         solved[budget_bytes] = clock.limit
         return solve_in_order(order, budget_bytes, memory, clock, **settings)
 
     monkeypatch.setattr(budget_analysis, "find_least_budget", search_slowly)
-    monkeypatch.setattr(budget_analysis, "solve_in_order", noted)
-    advice = advised(graph, options=())
+    monkeypatch.setattr(frontier, "solve_in_order", noted)
+    advice = advised(graph, options=("offload",))
+    assert "its search was cut short" in str(advice) and "at most" in str(advice)
+    assert "cut short" not in str(replace(advice, least_stopped=False))
     assert advice.least.budget_bytes in solved and min(solved.values()) > 0.1

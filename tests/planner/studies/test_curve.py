@@ -13,7 +13,7 @@ from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.ir import Graph
 from graphs.options.surroundings import OtherDevice
 from graphs.reordering import keep_program_order
-from graphs.schedule import keep_everything
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from graphs.synthetic.small import make_training_chain
@@ -28,8 +28,8 @@ from planner.studies.curve_table import build_curve_data
 from planner.studies.frontier import Frontier, Turn, Turns, divide_evenly, order_outside_in
 from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock
-from solvers.request import Request
-from solvers.result import Result, Status
+from solvers.request import Request, Start
+from solvers.result import Ending, Result, Status
 from tests.support.cli import chain_of_six
 from tests.support.solvers.answers import script_solver
 
@@ -266,6 +266,12 @@ def unsolved(budget_bytes: int, bound_s: float, seconds: float) -> Result:
     return Result(graph, budget_bytes, Status.LIMIT, None, bound_s, "scripted", seconds, message="no time")
 
 
+def with_a_gap(schedule: Schedule, ended: Ending | None, seconds: float = 1.0) -> Result:
+    """A result for 5 bytes."""
+    settings = {"windows": [3, 11]}
+    return Result(make_training_chain(6), 5, Status.FEASIBLE, schedule, 12.0, "scripted", seconds, settings, ended=ended)
+
+
 def test_every_budget_has_a_short_turn_before_one_has_a_long_one() -> None:
     plan, clock = turns((4, 5, 6), 30.0)
     taken = []
@@ -278,6 +284,32 @@ def test_every_budget_has_a_short_turn_before_one_has_a_long_one() -> None:
     assert sum(limit for _, limit in taken) == pytest.approx(30.0)
     assert all(limit > dict(taken[:3])[budget] for budget, limit in taken[3:]) and len(taken) > 3
     assert plan.finished
+
+
+@pytest.mark.parametrize("budgets", [(5,), (4, 5), (3, 4, 5)])
+def test_all_of_the_time_is_used_while_a_gap_is_left(budgets: tuple[int, ...]) -> None:
+    schedule = solve_curve(make_training_chain(6), [5]).points[0].schedule
+    plan, clock = turns(budgets, 30.0)
+    while (turn := plan.take()) is not None:
+        took = turn.time_limit_s if turn.budget_bytes == 5 else 0.1
+        clock.spend(took)
+        if turn.budget_bytes == 5:
+            plan.learn(with_a_gap(schedule, Ending.LIMIT, took))
+        else:
+            plan.learn(Result(make_training_chain(6), turn.budget_bytes, Status.INFEASIBLE, None, None, "scripted", 0.1))
+    assert clock.now == pytest.approx(30.0)
+    assert plan.get_point(5).ended is Ending.LIMIT
+
+
+@pytest.mark.parametrize("ended", [Ending.LIMIT, Ending.EXHAUSTED, Ending.MEMORY, None])
+def test_a_turn_goes_on_from_the_last_where_more_time_may_help(ended: Ending | None) -> None:
+    schedule = solve_curve(make_training_chain(6), [5]).points[0].schedule
+    plan, _ = turns((5,), 30.0)
+    assert plan.take().start is None
+    plan.learn(with_a_gap(schedule, ended))
+    again = plan.take()
+    assert (None if again is None else again.start) == (Start(schedule, (3, 11)) if ended is Ending.LIMIT else None)
+    assert plan.get_point(5).ended is ended
 
 
 def test_a_budget_that_settles_soon_leaves_its_time_to_the_others() -> None:
@@ -296,6 +328,17 @@ def test_without_a_limit_for_all_every_budget_has_one_turn() -> None:
         assert plan.take() == Turn(budget, 60.0)
         plan.learn(unsolved(budget, 12.5, 60.0))
     assert plan.take() is None
+
+
+@pytest.mark.parametrize(("ended", "said"), [(Ending.EXHAUSTED, "nothing was left"), (Ending.LIMIT, "the limit was reached")])
+def test_budgets_with_a_gap_have_a_reason(ended: Ending, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = solve_curve(make_training_chain(6), [5]).points[0].schedule
+    scripted(monkeypatch, lambda *_: with_a_gap(schedule, ended, 60.0))
+    found = solve_curve(make_training_chain(6), [5, 7], solver="scripted")
+    assert f"not proved optimal: 5 B: {said}" in str(found) and "took" in str(found).splitlines()[-1]
+    assert ("--total-time-limit" in str(found)) == (ended is Ending.LIMIT)
+    assert [row.ended for row in found.rows] == [str(ended), ""]
+    assert build_curve_data(found)["seconds"] == found.seconds > 0
 
 
 def test_budgets_with_a_gap_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -21,6 +22,7 @@ from planner.settings.option_settings import RECOMPUTATION, build_option_setting
 from planner.settings.plan import PlanSettings
 from planner.studies.max_batch import find_largest, find_max_batch
 from planner.studies.sizes import METHODS, LargestSize, Wanted, list_samples
+from planner.studies.solves import solve_in_order
 from planner.studies.workload_sizes import SizedModel
 from planner.studies.workload_tracing import Tracing
 from solvers.registry import get_solver
@@ -212,6 +214,16 @@ def test_a_solve_ends_once_the_question_is_answered() -> None:
     assert after(SolveProgress(1, "", None, 10.5))
     assert after(SolveProgress(1, "", 99.0, 50.0), limit_s=math.inf)
     assert not after(SolveProgress(1, "", None, 50.0), limit_s=math.inf)
+
+
+def test_the_proof_of_the_last_solve_is_that_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prove_little_first(*given: Any, tolerance: float, **settings: Any) -> Result:
+        result = solve_in_order(*given, tolerance=tolerance, **settings)
+        return result if tolerance < 1.0 else result.map_to(bound_s=1.0)
+
+    monkeypatch.setattr("planner.studies.max_batch.solve_in_order", prove_little_first)
+    optimal = by_method(find_max_batch(chain, Wanted(3_000, limit=9)))["optimal"]
+    assert (optimal.size, optimal.gap) == (5, pytest.approx(0.0, abs=1e-3))
 
 
 def test_stopped_search_returns_its_best_answers() -> None:

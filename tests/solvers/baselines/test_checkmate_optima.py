@@ -33,7 +33,7 @@ from solvers.highs.program import Answer, Outcome
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
 from tests.support.budgets import budget_at
-from tests.support.graphs.small_graphs import diamond, kept_output
+from tests.support.graphs.small_graphs import diamond, kept_output, three_at_once, two_outputs
 from tests.support.marks import slow
 from tests.support.solvers.answers import KNOWN_OPTIMA, ask
 from tests.support.solvers.brute_force import fastest, may_repeat
@@ -73,7 +73,7 @@ def test_highs_without_callbacks_finds_the_same(monkeypatch: pytest.MonkeyPatch)
     result = solve(ask(make_training_chain(4), 4, tolerance=1e-6))
     assert (result.status, result.time_s) == (Status.OPTIMAL, expected.time_s)
     assert result.bound_s == pytest.approx(expected.bound_s, rel=1e-5)
-    infeasible = solve(ask(diamond(), 7))
+    infeasible = solve(ask(three_at_once(), 7))
     assert (infeasible.status, infeasible.schedule) == (Status.LIMIT, None)
     assert "Checkmate's program is infeasible" in infeasible.message
 
@@ -221,13 +221,13 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_a_budget_below_the_needs_of_an_op_is_infeasible() -> None:
-    result = solve(ask(diamond(), 6))
+    result = solve(ask(two_outputs(), 6))
     assert (result.status, result.schedule, result.bound_s) == (Status.INFEASIBLE, None, None)
     assert "budget 6 B is below 7 B" in result.message
 
 
 def test_an_infeasible_program_is_no_proof_for_other_schedules() -> None:
-    result = solve(ask(diamond(), 7))
+    result = solve(ask(three_at_once(), 7))
     assert (result.status, result.schedule, result.bound_s) == (Status.LIMIT, None, None)
     assert "each op at most once per stage, in program order" in result.message
 
@@ -367,7 +367,7 @@ def test_a_program_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="there is no folder"):
         write_model(diamond(), 9, tmp_path / "nowhere" / "model.lp")
     with pytest.raises(BudgetError, match="is below 7 B"):
-        write_model(diamond(), 5, tmp_path / "model.lp")
+        write_model(two_outputs(), 5, tmp_path / "model.lp")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ from solvers.highs.program import Answer, Outcome
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
 from tests.support.budgets import budget_at
-from tests.support.graphs.small_graphs import diamond
+from tests.support.graphs.small_graphs import two_outputs
 from tests.support.solvers.answers import ask
 
 # --- phase two ------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_the_seed_decides() -> None:
 
 
 def test_a_budget_below_the_needs_of_an_op_is_infeasible() -> None:
-    result = solve(ask(diamond(), 6))
+    result = solve(ask(two_outputs(), 6))
     assert (result.status, result.bound_s) == (Status.INFEASIBLE, None)
     assert "budget 6 B is below 7 B" in result.message
 

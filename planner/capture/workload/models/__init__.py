@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from graphs.errors import UnknownOptionError, UsageError
+from graphs.errors import UnknownOptionError, UsageError, suggest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,7 +83,7 @@ def get_factory(name: str) -> Callable[..., Workload]:
     """Return the function that builds the workload `name`; raise UsageError if there is none."""
     entry = ZOO.get(name)
     if entry is None:
-        raise UsageError(f"unknown zoo model {name!r}: choose from {', '.join(ZOO)}")
+        raise UsageError(f"unknown zoo model {name!r}{suggest(name, ZOO)}: choose from {', '.join(ZOO)}")
     function: Callable[..., Workload] = getattr(importlib.import_module(f"{__name__}.{entry.module}"), name)
     return function
 

@@ -1,6 +1,7 @@
 """Under ``torch.compile(model, backend="planner")`` the budget holds, measured: one graph, several, and a second model."""
 
 import copy
+import re
 from collections.abc import Callable
 
 import pytest
@@ -125,8 +126,14 @@ def test_infeasible_budget_of_several_graphs_reports_what_each_keeps() -> None:
     only_budget().budget = Bytes(150_000)
     with pytest.raises(
         InfeasibleError, match=r"150.00 kB is too small for the 3 graphs .* to graph \d[^?]*, and no schedule was found"
-    ):
+    ) as refused:
         step()
+    known = re.search(r"Schedules are known for ([\d.]+ kB), (\d+)% of what eager PyTorch takes", str(refused.value))
+    for budget in (known[1], f"{known[2]}%"):
+        torch._dynamo.reset()
+        step = step_of(compiled(model, budget), batch_of(model))
+        for _ in range(3):
+            step()
 
 
 def test_copies_of_inputs_that_were_written_stay_when_graphs_are_planned_together() -> None:

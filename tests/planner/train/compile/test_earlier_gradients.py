@@ -151,9 +151,9 @@ def test_no_plan_is_taken_beside_which_they_do_not_fit() -> None:
     loss_fn(model(batch[0]), batch[1]).backward()
     there = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     beside.budget_bytes = max(forward + there, backward)
-    assert beside.check("forward", model.parameters()) == there
+    assert beside.count("forward", model.parameters()) == there
     assert beside.fit_with(graph, kept)
     beside.budget_bytes -= 1
     assert not beside.fit_with(graph, kept)
     with pytest.raises(BudgetError, match="backward pass begins"):
-        beside.check("backward", model.parameters())
+        beside.count("backward", model.parameters())

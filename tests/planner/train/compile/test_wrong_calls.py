@@ -122,6 +122,8 @@ def test_arguments_of_a_wrong_type_raise(tmp_path: Path) -> None:
         "the graph is 'model.json': must be one that": lambda: plan.plot("model.json"),
         "the name of the file to write is None: must be text": lambda: plan.save(None),
         "None: cannot be read": lambda: planner.Plan.load(None),
+        "nothing to write: name a page, 'report.html'": lambda: compiled(model()).report(None),
+        "memory is 'Reserved' (did you mean reserved?): choose": lambda: planner.solve(graph, "100%", memory="Reserved"),
         "is a .html file: name one that ends with .html": lambda: compiled(model()).report(tmp_path / "page.pdf"),
     }
     for said, call in wrong.items():

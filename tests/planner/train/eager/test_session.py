@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import planner
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError, UsageError
+from planner.memory import release
 from planner.train.eager import sizes
 from planner.train.eager.session import Rematerialization, rematerialize
 from solvers.online.heuristics import MEGENGINE, NAMES
@@ -1132,3 +1134,12 @@ def test_functions_are_compiled_again_after_blocks_that_overlapped() -> None:
 
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_memory_that_is_freed_in_a_block_is_kept_unless_memory_is_tight(monkeypatch: pytest.MonkeyPatch, tight: bool) -> None:
+    options = {}
+    monkeypatch.setattr(release, "_load_glibc", lambda: SimpleNamespace(mallopt=options.__setitem__))
+    monkeypatch.setattr(release, "_returns_large_blocks", tight)
+    with rematerialize("1GB", device="cpu"):
+        assert options == ({} if tight else {release._MMAP_THRESHOLD: 2**25, release._TRIM_THRESHOLD: 2**26})

@@ -121,7 +121,7 @@ def test_a_step_returns_constants_beside_tensors() -> None:
         model.name = name
         returned = step(**{key: value[:rows] for key, value in batch.items()})
         shape, (_, *more) = returned["shape"], returned["more"]
-        assert (returned["rows"], shape, returned["tag"], more) == (rows, (rows, 3), None, [name])
+        assert (returned["rows"], shape, returned["tag"], more) == (rows, (rows, 3), None, [name, torch.float32])
         assert type(shape) is torch.Size
 
 

@@ -13,6 +13,17 @@ from torch import nn
 from graphs.errors import MismatchError, NumberMismatchError, TraceError
 from planner.torch_private.core import pytree
 
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A result of a step that is no tensor: a part of the structure of what it returns, in which it is the value itself."""
+
+    value: object
+
+
+pytree.register_pytree_node(Constant, lambda constant: ([], constant.value), lambda _, value: value)
+RETURNED = (int, float, str, Enum, torch.dtype, torch.device, torch.Size, type(None))  # types of constants that a step may return
+
 # The arguments of a step: by position, or by name.
 Batch = Sequence[object] | Mapping[str, object]
 Shapes = tuple[tuple[int, ...], ...]
@@ -118,13 +129,13 @@ def list_target_names(loss_fn: Callable[..., object] | None) -> frozenset[str]:
 
 
 def split_returned(returned: object) -> tuple[torch.Tensor, object]:
-    """Return the loss, and the other results.
+    """Return the loss, and the other results: detached tensors, and a ``Constant`` for each Python value.
 
     A tuple begins with the loss, a mapping has it as "loss". Of an object with an attribute ``loss`` only the loss is
     returned: to keep its other outputs (such as logits) would cost memory.
 
     Raises:
-        TraceError: it is none of these, or something in it is no tensor.
+        TraceError: it is none of these, or something in it is neither a tensor nor a plain value.
     """
     loss: object = returned
     rest: object = ()
@@ -135,19 +146,34 @@ def split_returned(returned: object) -> tuple[torch.Tensor, object]:
     elif isinstance(returned, Mapping):
         loss = returned.get("loss")
         rest = {name: value for name, value in returned.items() if name != "loss"}
-    for value in (loss, *pytree.tree_leaves(rest)):
-        if not isinstance(value, torch.Tensor):
-            raise TraceError(
-                f"the step returns a {type(value).__name__} where the loss or another tensor is expected: "
-                "return a scalar tensor, a tuple of tensors that begins with it, or a dict of tensors with a 'loss'; where it is "
-                "a number, leave out .item()"
-            )
-    assert isinstance(loss, torch.Tensor)
-    return loss, rest
+    return _check_tensor(loss), pytree.tree_map(_settle, rest, is_leaf=lambda value: isinstance(value, torch.Size))
+
+
+def _settle(value: object) -> object:
+    """Return a result of a step beside its loss as ``split_returned`` does."""
+    return Constant(value) if isinstance(value, RETURNED) else _check_tensor(value).detach()
+
+
+def _check_tensor(value: object) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    raise build_wrong_result(type(value))
+
+
+def build_wrong_result(kind: type) -> TraceError:
+    """Return the error of a step that returns a value of `kind` in the place of a tensor."""
+    return TraceError(
+        f"the step returns a {kind.__name__} where the loss or another tensor is expected: return a scalar tensor, a tuple of "
+        "tensors that begins with it, or a dict of tensors with a 'loss'; where it is a number, leave out .item()"
+    )
 
 
 def join_returned(loss: torch.Tensor, rest: object) -> object:
     """Return the inverse of ``split_returned``; only the loss if there was nothing else."""
+    return _join(loss, pytree.tree_map(lambda tensor: tensor, rest))  # which makes constants their values
+
+
+def _join(loss: torch.Tensor, rest: object) -> object:
     if isinstance(rest, tuple):
         return (loss, *rest) if rest else loss
     assert isinstance(rest, dict)
@@ -227,7 +253,7 @@ class Signature:
     def build_results(self, results: Sequence[torch.Tensor]) -> object:
         """Return the results of the step, from the loss and the other tensors."""
         loss, rest, *_ = pytree.tree_unflatten(results, self.returned)
-        return join_returned(loss, rest)
+        return _join(loss, rest)
 
     def list_for_later(self, results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the tensors for calls that are made after the forward pass."""

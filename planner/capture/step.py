@@ -9,7 +9,6 @@ from torch.nn.parameter import is_lazy
 
 from graphs.errors import TraceError, quote
 from planner.capture.signature import Batch, list_target_names, split_arguments, split_returned
-from planner.torch_private.core import pytree
 
 LossFn = Callable[..., object]
 _EMPTY = "nothing, as the batch is empty"
@@ -72,8 +71,7 @@ class TrainingStep(nn.Module):
         else:
             inputs, targets = self._split_by_name(kwargs)
             returned = self.loss_fn(self.model(**inputs), **targets)
-        loss, rest = split_returned(returned)
-        return loss, pytree.tree_map(torch.Tensor.detach, rest)
+        return split_returned(returned)
 
     def describe_wrong_call(self, batch: Batch) -> str | None:
         """Return a message if the model or the loss function does not accept its part of `batch`, else None."""

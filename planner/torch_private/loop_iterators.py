@@ -2,7 +2,8 @@
 
 Dynamo captures no code that is given an iterator of another kind, so that the rest of a loop over ``zip()`` had no plan. It also
 passes on what a list or a generator would return if it were read at the break, though the loop may change that: it appends to the
-list, or sets an attribute that the generator reads. Frames with such iterators are left out.
+list, or sets an attribute that the generator reads. Frames with such iterators are left out, and with those of map() and
+filter(), whose calls would be made at the break.
 
 Known weakness: lists that are attributes, and items and values of dicts, count as changed by whatever the loop calls.
 """
@@ -41,8 +42,9 @@ _NAMES = {"chain", "chain_from_iterable", "compress", "islice", "pairwise", "zip
 def pass_on_iterators_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
     """Make Dynamo pass on iterators from the frames that are `wanted` as tuple iterators, or leave out the whole frame."""
     pass_on = partial(_pass_on, wanted, ListIteratorVariable.reconstruct)
-    kinds = (ListIteratorVariable, RangeIteratorVariable, iterators.ZipVariable, LocalGeneratorObjectVariable)
-    for kind in (*kinds, _DICT_VIEWS) if _DICT_VIEWS else kinds:
+    of_lists = (ListIteratorVariable, RangeIteratorVariable, iterators.ZipVariable, LocalGeneratorObjectVariable)
+    of_calls = (iterators.MapVariable, iterators.FilterVariable)  # what is left of these is not known
+    for kind in (*of_lists, *of_calls, *((_DICT_VIEWS,) if _DICT_VIEWS else ())):
         wrap_for_good(kind, "reconstruct", pass_on)
     wrap_for_good(SideEffects, "_get_modified_vars", _advance_last)
 
@@ -143,7 +145,9 @@ def _iterate_rest(tx: Any, iterator: Any) -> Iterable[Any]:
 
 
 def _may_change(tx: Any, items: Any) -> bool:
-    """Return True if code in the rest of the frame, or that it calls, may change the list with these `items`."""
+    """Return True if code in the rest of the frame, or that it calls or returns to, may change the list with these `items`."""
+    if tx.instruction_pointer is None:  # the frame returns the iterator
+        return True
     effects = tx.output.side_effects
     names = {name for name, value in tx.symbolic_locals.items() if _is_list_of(items, value.unwrap())}
     others = [value for name, value in tx.symbolic_locals.items() if name not in names]

@@ -43,7 +43,9 @@ from planner.capture.frontend.later_calls import (
 from planner.capture.frontend.python_state import is_followed
 from planner.capture.frontend.rebuilt_values import build_finder
 from planner.capture.frontend.source_lines import find_current_line, format_location
+from planner.capture.frontend.symbolic_numbers import NotSymbolicError
 from planner.capture.guards.names import build_accessor
+from planner.capture.signature import RETURNED, build_wrong_result
 from planner.torch_private import capture as private
 from planner.torch_private.core import pytree
 from planner.torch_private.patches import bind_original, wrap
@@ -641,6 +643,10 @@ def _call_or_record_builtin(values: LaterValues, call: Any, variable: Any, tx: A
         recorded = _record_builtin(values, tx, variable.fn, args, kwargs)
         if recorded is not None:
             return recorded
+    if variable.fn is isinstance and args[1].is_python_constant() and args[1].as_python_constant() == RETURNED:
+        value = args[0].realize()
+        if isinstance(value, LaterVariable | private.SymNodeVariable):  # no constant of the step
+            raise NotSymbolicError(f"the step returns {value}") if values.inputs else build_wrong_result(value.python_type())
     return call(variable, tx, args, kwargs)
 
 

@@ -13,6 +13,7 @@ import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from planner.settings.budget import Share
 from planner.settings.devices import DEVICES, DeviceSpec, find_device, get_device
 from planner.torch_private import capture as private
 from planner.torch_private.core import keep_in_graphs, pytree
+from planner.torch_private.identity_guards import guard_identities_where
 from planner.torch_private.loop_iterators import pass_on_iterators_where
 from planner.train.backend import polyfills as polyfills  # registers them with Dynamo
 from planner.train.backend.joint_capture import capture_joint, rewrite_as_eager
@@ -43,6 +45,7 @@ from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
 from planner.train.backend.returned_views import take_out_views
 from planner.train.backend.settings import BackendSettings, parse_backend_options
 from planner.train.backend.shared_budget import SharedBudget
+from planner.train.backend.shared_sums import SharedSums
 from planner.train.backend.smaller_batches import Outline, run_smaller
 from planner.train.backend.unplanned_graph import UnplannedGraph
 
@@ -82,7 +85,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
     add_views = take_out_views(module)
     compile_module = _compile_kernels if budget.settings.kernels == "inductor" else _compile
     compiled = compile_module(module, inputs, budget)
-    return compiled if add_views is None else lambda *args: add_views(*compiled(*args), *args)
+    return compiled if add_views is None else partial(add_views, compiled)
 
 
 def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
@@ -141,8 +144,10 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     compiled = private.refuse_double_backward(compiled, _DOUBLE_BACKWARD)
     if not planned:
         return budget.count(unplanned_graph, compiled)
-    reads = [_count_reads(node) for node in module.graph.find_nodes(op="placeholder")]
-    return _drop_missing_gradients(compiled, planned, budget, reads)
+    sums = SharedSums(
+        [_name_placeholder(node) if _count_reads(node) > 1 else "" for node in module.graph.find_nodes(op="placeholder")]
+    )
+    return _drop_missing_gradients(compiled, planned, budget, sums)
 
 
 def _build_planner(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[[PlannedGraph], None]:
@@ -194,7 +199,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         keep_inference_input_mutations=True,
     )
     with private.functorch_config.patch(view_replay_for_aliased_outputs=False):  # as in _compile
-        return _drop_missing_gradients(compiler(module, inputs), planned, budget, ())
+        return _drop_missing_gradients(compiler(module, inputs), planned, budget, SharedSums(()))
 
 
 def _count_reads(node: fx.Node) -> int:
@@ -207,12 +212,12 @@ def _count_reads(node: fx.Node) -> int:
 
 
 def _drop_missing_gradients(
-    compiled: Callable[..., Any], planned: Sequence[PlannedGraph], budget: SharedBudget, reads: Sequence[int]
+    compiled: Callable[..., Any], planned: Sequence[PlannedGraph], budget: SharedBudget, sums: SharedSums
 ) -> Callable[..., Any]:
     """Return `compiled` with missing gradients as autograd has them.
 
-    Inputs that get no gradient are passed detached: autograd would call their hooks. The `budget` learns how often the graph
-    `reads` each input.
+    Inputs that get no gradient are passed detached: autograd would call their hooks. The `sums` are watched while the `budget`
+    learns.
     """
     (graph,) = planned
     without = set(graph.without_gradient)
@@ -220,7 +225,7 @@ def _drop_missing_gradients(
     def run(*args: Any) -> Any:
         outputs = compiled(*(arg.detach() if i in without else arg for i, arg in enumerate(args)))
         if budget.learning:
-            budget.note_reads(args, reads)
+            sums.watch(outputs)
         leave_out_unread(graph, outputs, args)
         return outputs
 
@@ -324,6 +329,7 @@ private.configure_dynamo_where(
 private.carry_sparse_tensors_where(_is_planned)
 private.break_graphs_in_loops_where(_is_planned)
 pass_on_iterators_where(_is_planned)
+guard_identities_where(_is_planned)
 private.follow_requires_grad_where(_is_run_as_eager)
 private.leave_random_objects_where(_is_planned)
 private.call_compiled_modules_by(_is_planner, call_model)

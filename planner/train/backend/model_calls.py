@@ -78,9 +78,10 @@ def call_model(model: nn.Module, run: Callable[..., Any], args: tuple[Any, ...],
 def _warn_of_no_graph(model: nn.Module) -> None:
     warn_caller(
         f"no graph was found in {type(model).__name__}, which runs without a plan: nothing keeps its memory within the budget. "
-        "Dynamo captures nothing of a forward() with a graph break in a loop over what the loop may change, such as a generator "
-        "(TORCH_LOGS=graph_breaks names it): loop over a tuple, take the line out of the loop, or train in a block of "
-        "planner.rematerialize(budget=...), which needs no graph"
+        "Dynamo captures nothing of a forward() that is excluded (torch.compiler.disable), or that has a graph break in a with "
+        "or try block, or in a loop over what the loop may change, such as a generator, map() or filter(). "
+        "TORCH_LOGS=graph_breaks names the line: loop over a tuple, take the line out of the loop or the block, or train in a "
+        "block of planner.rematerialize(budget=...), which needs no graph"
     )
 
 

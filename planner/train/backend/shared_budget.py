@@ -17,7 +17,7 @@ budget by what the graphs known keep.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,7 +62,7 @@ from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import OptionSettings
 from planner.train.backend.joint_planning import JointPlanning
 from planner.train.backend.model_calls import CALL, get_outside, list_model_tensors
-from planner.train.backend.planned_graph import PlannedGraph, describe_rounding, get_graph_device
+from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
 from planner.train.backend.rest_of_step import add_rest, build_keep_everything, find_lean_schedule, find_least_schedule
 from planner.train.backend.settings import BackendSettings
 from planner.train.backend.shared_channels import SharedChannels, compute_host_room, set_host_bytes
@@ -163,8 +163,6 @@ class SharedBudget:
         self._replaced: dict[PlannedGraph, Schedule] = {}  # plans for known steps that the present one does without
         self._is_partly_seen = False  # the present step began as a known one
         self.learning, self._warned = False, False
-        # By what a step computes gradients of, how often each of its graphs reads it.
-        self._reads: dict[tuple[int, int, torch.dtype], list[int]] = {}
         self._largest_bytes = 0  # peak of a step without recomputation
         self.known_graphs: dict[PlannedGraph, PassStorages] = {}
         self._before: dict[UnplannedGraph, PassStorages] = {}  # the last pass of each, before planned graphs
@@ -415,12 +413,6 @@ class SharedBudget:
         if not self._following and not self.learning:
             self.learning, self._is_partly_seen = True, bool(position)
 
-    def note_reads(self, args: Sequence[object], counts: Sequence[int]) -> None:
-        """Note how often a graph of the present step reads each of `args`."""
-        for arg, count in zip(args, counts, strict=False):  # none is counted of Inductor's kernels
-            if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                self._reads.setdefault((id(arg.grad_fn or arg), arg.output_nr, arg.dtype), []).append(count)
-
     def count(self, graph: UnplannedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return `compiled`, which runs `graph`, such that its memory counts for the planned graphs of its steps."""
 
@@ -440,8 +432,15 @@ class SharedBudget:
     def count_left_out(self, nodes: Collection[Any], outside: Collection[Any]) -> None:
         """Count what autograd holds behind `nodes`, the results of the model, for code after the last of its planned graphs."""
         alive = [run.seen for run in self.forward_runs if run.alive]
-        if self.learning and alive and (left_out := find_left_out(alive, nodes, outside)) is not None:
+        left_out = find_left_out(alive, nodes, outside, self._add_recomputed) if self.learning and alive else None
+        if left_out is not None:
             alive[-1].followed_by.append(left_out)
+
+    def _add_recomputed(self, left_out: PassStorages) -> None:
+        """Count what a backward pass that is not planned has saved again, beside the graphs that wait for theirs now."""
+        waiting = [run for run in self.forward_runs if run.alive]
+        for run in waiting[-1:] or self.forward_runs[:1]:  # none if another step has begun
+            run.seen.followed_by.append(left_out.shrink(0 if waiting else run.kept_bytes))
 
     def _collect_storages(self, inputs: Iterable[object]) -> PassStorages:
         """Return the storages that are known before a pass of a planned graph."""
@@ -479,7 +478,6 @@ class SharedBudget:
 
     def _end_step(self) -> None:
         runs, self.forward_runs = self.forward_runs, []
-        reads, self._reads = self._reads, {}
         for graph, schedule in self._replaced.items():
             graph.schedule = schedule
             graph.copy_inputs(0)
@@ -496,8 +494,6 @@ class SharedBudget:
             whole = self.compute_whole_bytes(step, seen)
             known = _KnownStep(seen, whole, whole - count_bytes_beside_requests(seen))
             alone = len(runs) == 1 and not seen[0].followed_by
-            if not alone:
-                _warn_of_sums(reads)
             self._warn_of_peak(runs, whole)
             for graph in dict.fromkeys(step):
                 _read_changes(graph)
@@ -656,17 +652,6 @@ _NO_ROOM_FOR_LAYOUTS = (
     "no plan that fits reads gradients of results in layouts other than the results': sums over them may differ from eager "
     "PyTorch's in the last bit ({}). Raise the budget"
 )
-
-
-def _warn_of_sums(reads: Mapping[tuple[int, int, torch.dtype], Sequence[int]]) -> None:
-    """Warn if gradients are sums of several in one graph, to which those of other graphs are added."""
-    if dtypes := {dtype for (_, _, dtype), counts in reads.items() if len(counts) > 1 and max(counts) > 1}:
-        warn_caller(
-            "a weight or activation is used several times in a graph and by other graphs too: its gradients are added up in "
-            f"another order than in eager PyTorch, which may change their last bits ({describe_rounding(dtypes)}). "
-            "TORCH_LOGS=graph_breaks names the lines between the graphs: rewrite them, or train in a block of "
-            "planner.rematerialize(budget=...), which needs no graph"
-        )
 
 
 def _read_changes(graph: PlannedGraph) -> None:

@@ -4,12 +4,13 @@ Graphs without a plan count too. Before, a piece that no gradient flows through 
 differential equations exceeded its budget by the bytes of its batch.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphs.ir import Graph
@@ -18,6 +19,7 @@ from graphs.simulate import simulate
 from graphs.walks import walk
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.capture.rewrites.sparse_products import list_strided_parts
+from planner.torch_private.capture import is_backward_node
 from planner.torch_private.core import disable_current_modes
 from planner.train.backend.planned_graph import is_plan
 
@@ -86,6 +88,11 @@ class PassStorages:
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
         self.made.update({s: size for s, size in collect_storages(tensors).items() if s not in self.inputs})
         self.identities.extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
+
+    def shrink(self, excess_bytes: int) -> "PassStorages":
+        """Return the pass of code that Dynamo has left out with `excess_bytes` less."""
+        assert isinstance(self.unplanned, LeftOut)
+        return replace(self, unplanned=LeftOut(max(0, self.unplanned.peak_bytes - excess_bytes)))
 
     def hold(self, other: "PassStorages") -> None:
         """Add the inputs and outputs of a pass without a plan that are still in memory."""
@@ -189,20 +196,66 @@ def _unite(parts: Iterable[Mapping[int, int]]) -> Storages:
     return found
 
 
-def find_left_out(runs: Sequence[PassStorages], nodes: Iterable[Any], outside: Collection[Any]) -> PassStorages | None:
+def find_left_out(
+    runs: Sequence[PassStorages], nodes: Iterable[Any], outside: Collection[Any], add: Callable[[PassStorages], None]
+) -> PassStorages | None:
     """Return the pass of what Dynamo has left out between `runs` and the results that `nodes` made; None if it keeps nothing.
 
-    Its peak is about what it keeps, the gradients of its parameters, and two more tensors while these are computed.
+    What the backward pass of a custom Function saves again, as a handwritten checkpoint does, is given to `add` when it has run.
     """
     passes = _list_all_passes(runs)
     counted = _unite(s for run in passes for s in (run.inputs, run.held, run.made))
     behind = list(_iterate_nodes_behind(nodes, outside))
+    for node in behind:
+        if hasattr(node, "_forward_cls") and not is_backward_node(node):
+            _Recomputation(counted, add).watch(node)
+    others = _unite(run.trained for run in passes)
     trained = collect_storages(node.variable for node in behind if hasattr(node, "variable"))
-    trained = {s: size for s, size in trained.items() if s not in counted}
-    held = collect_storages(tensor for node in behind for tensor in _list_saved(node))
+    trained = {s: size for s, size in trained.items() if s not in others}
+    return _build_left_out(counted, trained, collect_storages(tensor for node in behind for tensor in _list_saved(node)))
+
+
+def _build_left_out(counted: Storages, trained: Storages, held: Storages) -> PassStorages | None:
+    """Return the pass of what Dynamo has left out, which keeps what is `held`; None if it keeps nothing that is not `counted`.
+
+    Its peak is about what it keeps, the gradients of its parameters, and two more tensors while these are computed.
+    """
     kept = [size for s, size in held.items() if s not in counted and s not in trained]
     peak_bytes = sum(kept) + 2 * max(kept, default=0) + sum(trained.values())
     return PassStorages(trained, trained, {}, unplanned=LeftOut(peak_bytes)) if kept else None
+
+
+@dataclass(slots=True)
+class _Recomputation:
+    """What a node of autograd saves in its backward pass, for a backward pass in it.
+
+    Attributes:
+        counted: storages that count already.
+        add: takes the pass of it.
+    """
+
+    counted: Storages
+    add: Callable[[PassStorages], None]
+    trained: Storages = field(default_factory=dict)
+    held: Storages = field(default_factory=dict)
+
+    def watch(self, node: Any) -> None:
+        """Watch the backward pass of `node`."""
+        hooks = saved_tensors_hooks(self._save, lambda tensor: tensor)
+        node.register_prehook(lambda _: hooks.__enter__())
+        node.register_hook(lambda _, incoming: self._end(hooks, incoming))
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        (self.trained if tensor.is_leaf and tensor.requires_grad else self.held).update(collect_storages([tensor]))
+        return tensor
+
+    def _end(self, hooks: saved_tensors_hooks, incoming: Sequence[torch.Tensor | None]) -> None:
+        hooks.__exit__()
+        if self.held:
+            # Kernels make them dense.
+            self.held.update({each.untyped_storage()._cdata: each.nbytes for each in incoming if each is not None})
+        if (found := _build_left_out(self.counted, self.trained, self.held)) is not None:
+            self.add(found)
 
 
 def shrink_left_out(runs: Sequence[PassStorages], excess_bytes: int) -> int:
@@ -212,8 +265,7 @@ def shrink_left_out(runs: Sequence[PassStorages], excess_bytes: int) -> int:
         for i, each in enumerate(run.followed_by):
             if isinstance(each.unplanned, LeftOut):
                 found_bytes = max(found_bytes, each.unplanned.peak_bytes)
-                left = LeftOut(max(0, each.unplanned.peak_bytes - excess_bytes))
-                run.followed_by[i] = replace(each, unplanned=left)
+                run.followed_by[i] = each.shrink(excess_bytes)
     return found_bytes
 
 

@@ -324,9 +324,15 @@ def _view_beside_a_product(y: Tensor) -> Sequence[Tensor]:
     return y @ y.new_ones(24, 24), y.t()
 
 
-@pytest.mark.filterwarnings("ignore:the gradient of what")
+def _view_an_input(y: Tensor) -> Sequence[Tensor]:
+    torch._dynamo.graph_break()
+    z = y.t()
+    return y[:, 1:], z[1:], z[:, 1:], y.sigmoid(), y[:, None].expand(-1, 3, -1)
+
+
+@pytest.mark.filterwarnings("ignore:the gradient of what", "ignore:the model is captured as several graphs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("view", [_view, _view_a_view, _view_beside_a_product])
+@pytest.mark.parametrize("view", [_view, _view_a_view, _view_beside_a_product, _view_an_input])
 def test_results_that_are_views_of_one_tensor(view: Callable[[Tensor], Sequence[Tensor]], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24)).to(dtype)
@@ -345,3 +351,19 @@ def test_results_that_are_views_of_one_tensor(view: Callable[[Tensor], Sequence[
             results = [y for j, y in enumerate(each(x)) if y.requires_grad and j != i // 4]
             sum(losses[(i + j) % 4](y if y.dim() == 2 else y.flatten(1)) for j, y in enumerate(results)).backward()  # type: ignore[union-attr]
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:the model is captured as several graphs")
+@pytest.mark.parametrize("is_made", [True, False])
+def test_views_whose_gradients_are_added_up_in_another_order_are_said(is_made: bool) -> None:
+    def view(y: Tensor) -> Sequence[Tensor]:
+        if is_made:
+            y = y.tanh()
+        else:
+            torch._dynamo.graph_break()
+        return y.exp(), y[:, 1:], y.t(), y.sigmoid()
+
+    said = r"several views of y .*and reads it behind them" if is_made else "y is used several times in a graph and outside"
+    model = FunctionModule(lambda m, x: view(m.layer(x)), layer=nn.Linear(24, 24))
+    with pytest.warns(UserWarning, match=said + r".*by at most 6e-08 of it in float32"):
+        sum(y.norm() for y in planner.checkpoint(model, **QUICK | {"budget": "1MB"})(torch.randn(33, 24))).backward()  # type: ignore[union-attr]

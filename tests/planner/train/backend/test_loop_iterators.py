@@ -117,6 +117,34 @@ def draw_numbers(model: Layers, x: Tensor) -> Tensor:
     return x + torch.rand(SIZE)
 
 
+def follow_map(model: Layers, x: Tensor) -> Tensor:
+    for layer in map(nn.Module.train, model.layers):
+        x = torch.tanh(layer(x))
+        if x.abs().max() > 100:
+            break
+    return x
+
+
+def follow_filter(model: Layers, x: Tensor) -> Tensor:
+    for layer in filter(lambda layer: layer is not model.layers[1], model.layers):
+        x = torch.tanh(layer(x))
+        if x.abs().max() > 100:
+            break
+    return x
+
+
+def repeat_layers(model: Layers) -> Iterator[nn.Module]:
+    return itertools.islice(itertools.cycle(list(model.layers)), 5)
+
+
+def follow_cycle(model: Layers, x: Tensor) -> Tensor:
+    for layer in repeat_layers(model):  # which returns an iterator to code that is left out
+        x = torch.tanh(layer(x))
+        if x.abs().max() > 100:
+            break
+    return x
+
+
 def train(called: Callable[..., Tensor], model: Layers, calls: int = 2) -> list[Tensor | None]:
     torch.manual_seed(1)
     outputs = [called(torch.full((SIZE, SIZE), 0.1 * step)) for step in range(calls)]
@@ -144,10 +172,47 @@ def test_iterators_that_a_loop_cannot_change_are_passed_on(
     assert len(graphs) >= 3
 
 
-@pytest.mark.parametrize("loop", [follow_queue, follow_attribute, read_attribute, draw_numbers])
+@pytest.mark.parametrize("loop", [follow_queue, follow_attribute, read_attribute, draw_numbers, follow_cycle])
 def test_a_loop_that_may_change_what_it_iterates_over_runs_as_in_eager_pytorch(loop: Callable[[Layers, Tensor], Tensor]) -> None:
     assert_exact(loop)
 
 
+@pytest.mark.parametrize("loop", [follow_map, follow_filter])
+def test_a_loop_over_calls_runs_without_a_plan_and_says_so(
+    loop: Callable[[Layers, Tensor], Tensor], graphs: list[PlannedGraph]
+) -> None:
+    with pytest.warns(UserWarning, match="no graph was found in Layers"):
+        assert_exact(loop)
+    assert not graphs
+
+
 def test_what_items_of_an_iterator_hold_is_written_before_it_advances() -> None:
     assert_exact(ask_once, lambda layers: [*map(spectral_norm, layers)], calls=1)  # a weight of two calls has another sum
+
+
+class Choosing(Layers):
+    """Its own code is left out: Dynamo captures the function that chooses layers by itself."""
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.loop(self, layer):  # type: ignore[arg-type]
+                x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda model, layer: layer is not model.layers[1],
+        lambda model, layer: layer == model.layers[2],
+        lambda model, layer: layer in (model.layers[0], model.layers[1]),
+    ],
+    ids=["is", "equals", "in"],
+)
+def test_modules_that_captured_code_compares_are_told_apart(choose: Callable[[Layers, nn.Module], bool]) -> None:
+    torch.manual_seed(0)
+    model, x = Choosing(choose), torch.randn(SIZE, SIZE)  # type: ignore[arg-type]
+    expected = model(x)
+    planned = torch.compile(model, backend="planner", options={"budget": "100%", "wait": 0.1})
+    assert all(torch.equal(planned(x), expected) for _ in range(2))

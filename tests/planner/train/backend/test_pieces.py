@@ -419,7 +419,7 @@ def test_a_loop_that_the_data_ends_is_planned_in_pieces(graphs: list[PlannedGrap
 
 def test_gradients_that_are_added_up_in_another_order_are_said() -> None:
     model = Looping(again=2)
-    with pytest.warns(UserWarning, match="used several times in a graph and by other graphs too: its gradients are added up"):
+    with pytest.warns(UserWarning, match="used several times in a graph and outside of it too: its gradients are added up"):
         train_loop(compiled(model), model)
 
 
@@ -446,7 +446,7 @@ def normalize(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("combine", [normalize, lambda x: x * x], ids=["as the tensor itself", "in one op"])
 def test_each_read_of_an_activation_counts(combine: Callable[[Tensor], Tensor]) -> None:
     model = Residual(combine)
-    with pytest.warns(UserWarning, match="used several times in a graph and by other graphs too: its gradients are added up"):
+    with pytest.warns(UserWarning, match="used several times in a graph and outside of it too: its gradients are added up"):
         train_loop(compiled(model), model)
 
 

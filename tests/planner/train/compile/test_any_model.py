@@ -108,6 +108,34 @@ def test_step_returns_all_values_of_the_loss_function() -> None:
     assert not any(part.requires_grad for part in returned["parts"])
 
 
+@pytest.mark.filterwarnings("ignore:captured again")
+def test_a_step_returns_constants_beside_tensors() -> None:
+    torch.manual_seed(0)
+    model = Returns(
+        lambda loss, y: {"loss": loss, "rows": len(y), "shape": y.shape, "tag": None, "more": (y, model.name, y.dtype)}
+    )
+    model.name = "a"
+    batch = {"x": torch.randn(5, 16), "labels": torch.randint(3, (5,))}
+    step = planner.compile(model, None, batch, budget="100%")
+    for rows, name in ((5, "a"), (5, "b"), (4, "b")):
+        model.name = name
+        returned = step(**{key: value[:rows] for key, value in batch.items()})
+        shape, (_, *more) = returned["shape"], returned["more"]
+        assert (returned["rows"], shape, returned["tag"], more) == (rows, (rows, 3), None, [name, torch.float32])
+        assert type(shape) is torch.Size
+
+
+@pytest.mark.filterwarnings("ignore:captured again")
+def test_a_number_that_is_returned_is_no_input_of_the_step() -> None:
+    model = Returns(lambda loss, y: (loss, model.number))
+    batch = {"x": torch.randn(5, 16), "labels": torch.randint(3, (5,))}
+    model.number = 0
+    step = planner.compile(model, None, batch, budget="100%")
+    for number in range(4):
+        model.number = number
+        assert step(**batch)[1] == number
+
+
 @pytest.mark.parametrize(
     "kind", [Pair, Output, lambda loss, y: {"y": y, "loss": loss}, *slow(lambda loss, _: loss, lambda *pair: list(pair))]
 )
@@ -133,15 +161,15 @@ def test_the_loss_may_be_picked_from_a_models_outputs() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (lambda _, y: {"loss": y.sum(), "count": 3}, "a dict of tensors with a 'loss'"),
+        (lambda _, y: {"loss": y.sum(), "count": y.argmax().item()}, "a dict of tensors with a 'loss'"),
         *slow(
             (Output, "the step returns a NoneType where the loss"),
             (lambda _, y: {"logits": y}, "the step returns a NoneType where the loss"),
-            (lambda _, y: (y.sum(), "text"), "the step returns a str where the loss or another tensor"),
+            (lambda _, y: (y.sum(), {"text"}), "the step returns a set where the loss or another tensor"),
             (lambda _, y: (), "the step returns a tuple where the loss"),
         ),
     ],
-    ids=["number", "object", "dict", "text", "empty"],
+    ids=["number", "object", "dict", "set", "empty"],
 )
 def test_model_without_a_loss_raises(kind: Any, message: str) -> None:
     with pytest.raises(TraceError, match=message):

@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     figures = can_plot()
     written = ", ".join(path.name for path in (write_report(known, folder, figures=figures) if known else ()))
     missing = "" if figures else " (figures need matplotlib: pip install 'remat-planner[plots]')"
-    more = _time_limits(rows)
+    more = _describe_time_limits(rows, measured=arguments.measure)
     if arguments.methods != "all":
         more = f"{_explain_inapplicable(rows)}{more}"
     if arguments.json or known:
@@ -148,7 +148,7 @@ def _explain_inapplicable(rows: "Sequence[ComparisonRow]") -> str:
     return "".join(f"\n{method}: {message}" for method, message in why.items())
 
 
-def _time_limits(rows: "Sequence[ComparisonRow]") -> str:
+def _describe_time_limits(rows: "Sequence[ComparisonRow]", *, measured: bool) -> str:
     """Return lines about the rows whose time limits were too short; "" if there are none."""
     from planner.studies.compare import cut_short, is_not_begun
     from planner.studies.tables import group_by
@@ -160,7 +160,8 @@ def _time_limits(rows: "Sequence[ComparisonRow]") -> str:
     if ended := ", ".join(said for method, said in budgets.items() if method not in refused):
         lines.append(f"ended by their time limit: {ended}")
     if lines:
-        lines.append("for more, raise --total-time-limit, or --time-limit for each row, and name a new folder")
+        limits = "--time-limit" if measured else "--total-time-limit, or --time-limit for each row,"
+        lines.append(f"for more, raise {limits} and name a new folder")
     return "".join(f"\n{line}" for line in lines)
 
 

@@ -507,6 +507,14 @@ def test_options_of_the_step_are_traced_and_measured(tmp_path: Path) -> None:
     assert compared[RunBy.EXECUTOR, "windows", "90%"].exactness == "identical"
 
 
+def test_rows_that_were_cut_short_name_the_limit_that_measured_rows_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--methods", "checkmate", "--budgets", "70%", "--time-limit", "0.001", "--repeats", "1", "--passes", "1")
+    main(["compare", MLP, "--measure", *asked, "--jobs", "1", "--quiet", "-o", str(tmp_path)])
+    assert "for more, raise --time-limit and name a new folder" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

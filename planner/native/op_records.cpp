@@ -818,15 +818,16 @@ class Records final : public OpRecords {
     auto& log = *memory_.log;
     log.count_op(facts.python, shapes);
     if (log.followed && !log.followed->is_begun_as(log)) {
-      check_plan.call(plans_);
+      follow_matching_plan.call(plans_);
     }
   }
 
-  const Name allocates_first{"allocates_first"}, begin_saving{"begin_saving"}, begin_step_of{"begin_step"}, bound_bytes{"bound_bytes"},
-      check_memory{"check_memory"}, check_plan{"check_plan"}, end{"end"}, estimate{"estimate"}, evict_after{"evict_after"},
-      evict_one{"evict_one"}, find_block{"find_block"}, find_made{"find_made"}, forget{"forget"},
-      forget_failures{"forget_failures"}, function{"function"}, has_plans{"has_plans"}, learn_sizes_of{"learn_sizes"},
-      note{"note"}, raise_overwritten{"raise_overwritten"}, recover_{"recover"}, start{"start"}, stop{"stop"};
+  const Name allocates_first{"allocates_first"}, begin_saving{"begin_saving"}, begin_step_of{"begin_step"},
+      bound_bytes{"bound_bytes"}, check_memory{"check_memory"}, end{"end"}, estimate{"estimate"}, evict_after{"evict_after"},
+      evict_one{"evict_one"}, find_block{"find_block"}, find_made{"find_made"}, follow_matching_plan{"follow_matching_plan"},
+      forget_failures{"forget_failures"}, forget{"forget"}, function{"function"}, has_plans{"has_plans"},
+      learn_sizes_of{"learn_sizes"}, note{"note"}, raise_overwritten{"raise_overwritten"}, recover_{"recover"},
+      start{"start"}, stop{"stop"};
 
   const py::object recorder_;
   std::recursive_mutex lock_; // of the state of the runtime, because a backward pass may run in several threads

@@ -42,7 +42,7 @@ class StepFollower:
         log = self.memory.log
         if log is None:
             return False
-        offered = self.plans.get_offered()
+        offered = self.plans.advance_offered()
         for number in tuple(offered):
             evicted = self.memory.evict_logged(number)
             if evicted is not False:

@@ -191,16 +191,16 @@ class StepPlans:
         self._left, self.borrows, self._progress = False, False, None
         self._follow(next(self._iterate_planned(), None))
 
-    def check_plan(self) -> None:
+    def follow_matching_plan(self) -> None:
         """If the last op differs from the plan, follow the plan of a step with the same first ops, or none."""
         if self._following is not None and not self._following.log.is_begun_as(self.log):
             self._follow(next((seen for seen in self._iterate_planned() if seen.log.is_begun_as(self.log)), None))
             self._left = self._following is None
 
-    def get_offered(self) -> dict[int, None]:
-        """Return the storages that the plan has evicted by now, in order: the step's own plan, or one for other sizes.
+    def advance_offered(self) -> dict[int, None]:
+        """Advance to the last op, and return the storages that the plan has evicted by then, in order.
 
-        The caller removes what it has evicted.
+        It is the step's own plan, or one for other sizes. The caller removes what it has evicted.
         """
         if not len(self.log) or (seen := self._following or self._find_lender()) is None:
             return {}

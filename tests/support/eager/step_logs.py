@@ -43,7 +43,7 @@ def add(event: Event, log: Any, plans: StepPlans | None = None) -> None:
         log.add_storage(size)
     log.add_op(op)
     if plans is not None:
-        plans.check_plan()
+        plans.follow_matching_plan()
     for storage in released:
         log.note_released(storage)
 

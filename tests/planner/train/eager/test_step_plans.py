@@ -25,7 +25,7 @@ def _solved_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def take_offered(plans: StepPlans) -> list[Action | int]:
     """Evict all that is offered."""
-    offered = plans.get_offered()
+    offered = plans.advance_offered()
     taken: list[Action | int] = [Action(storage, evict=True) for storage in offered]
     offered.clear()
     return taken
@@ -188,7 +188,7 @@ def offers(plans: StepPlans, size: int) -> list[list[int]]:
     found = []
     plans.begin(0)
     for event in ops_of_chain(size=size):
-        found.append(list(plans.get_offered()))
+        found.append(list(plans.advance_offered()))
         add(event, plans.log, plans)
     plans.end()
     return found
@@ -243,7 +243,7 @@ def test_other_ops_are_offered_nothing() -> None:
     plans = sized(100, 100)
     plans.begin(0)
     add((LoggedOp("g", (), (0,)), (90,), ()), plans.log)
-    assert plans.get_offered() == {}
+    assert plans.advance_offered() == {}
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ from graphs.options.option import Feature
 from graphs.schedule import Schedule, count_kept_bytes
 from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
-from graphs.units import UNLIMITED_BYTES, format_bytes
+from graphs.units import UNLIMITED_BYTES, format_bytes, format_enough
 from graphs.walks import walk
 from planner.capture.lowering.lower import Capture
 from planner.memory.auto_budget import compute_auto_budget_bytes
@@ -249,7 +249,7 @@ class SharedBudget:
                 warn_caller(_MORE_GRAPHS.format(format_bytes(whole)))
             found = self._find_lean(order, runs, [find_least_schedule(graph.captured.graph, graph.tangents)[0]])
         if found is None:
-            found = room, self._find_with_options(graph, room)
+            found = room, self._find_with_options(graph, room, whole)
         if graph.has_plan and not graph.provisional:
             self._replaced[graph] = graph.schedule
         graph.plan_provisionally(*found)
@@ -281,21 +281,24 @@ class SharedBudget:
                 return found
         return None
 
-    def _find_with_options(self, graph: PlannedGraph, room: int) -> Schedule:
-        """Return a schedule within `room`, with options, where those without them do not fit."""
+    def _find_with_options(self, graph: PlannedGraph, room: int, whole: int) -> Schedule:
+        """Return a schedule within `room`, of the `whole` budget, with options, where those without them do not fit."""
         order, captured = [*(run.graph for run in self.forward_runs), graph], graph.captured.graph
         there = compute_host_room(order, graph, {each: each.on_host for each in order[:-1]}, self._host_bytes)
         is_first = len(order) == 1
         memory = self.memory if is_first else CountedMemory.ALLOCATED
         try:
             return self._solve(set_host_bytes(captured, there), max(1, room), memory)
-        except InfeasibleError as error:
+        except (InfeasibleError, LimitError) as error:
             if is_first:
                 raise
-            kept = ", ".join(format_bytes(run.kept_bytes) for run in self.forward_runs)
-            raise InfeasibleError(
-                f"{error} The model is captured as several graphs, and this is not the first: those before it keep {kept} until "
-                "the backward pass. Removing graph breaks saves memory (TORCH_LOGS=graph_breaks shows them)"
+            kept_bytes = sum(run.kept_bytes for run in self.forward_runs)
+            enough_bytes = whole - room + find_least_schedule(captured, graph.tangents)[0]
+            raise type(error)(
+                f"budget {format_bytes(whole)} is too small for graph {len(order)} of the model, which is captured as several: "
+                f"those before it keep {format_bytes(kept_bytes)} until the backward pass, and with {format_enough(enough_bytes)}"
+                " it would fit. Removing graph breaks saves memory (TORCH_LOGS=graph_breaks shows them). Of what they leave: "
+                f"{error}"
             ) from error
 
     def list_alone(self) -> list[PlannedGraph]:

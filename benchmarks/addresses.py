@@ -13,19 +13,19 @@ from pathlib import Path
 from benchmarks.command import build_parser, carry_out, limit_threads
 from benchmarks.solves import build_graph
 from benchmarks.zoo_models import MODELS
-from graphs.addresses import Buffer, buffers_of
-from graphs.io.buffers import read_buffers
+from planner.graphs.addresses import Buffer, buffers_of
+from planner.graphs.io.buffers import read_buffers
 from planner.plans.select_attributes import select_attributes
 from planner.plans.summary import summarize
 from planner.settings.budget import read_budget
+from planner.solvers.addresses.greedy import ORDERS, construct_offsets
+from planner.solvers.addresses.instance import split_into_instances
+from planner.solvers.addresses.solve import solve
+from planner.solvers.clock import WallClock
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value
 from planner.studies.solves import solve_allocated
 from planner.studies.tables import Column, share_column
-from solvers.addresses.greedy import ORDERS, construct_offsets
-from solvers.addresses.instance import split_into_instances
-from solvers.addresses.solve import solve
-from solvers.clock import WallClock
 
 INSTANCES = Path(__file__).parents[1] / ".." / "shared" / "instances" / "addresses"
 PUBLIC = "public"

@@ -1,8 +1,8 @@
 """Schedules that compress all compressible tensors."""
 
-from graphs.ir import Graph, Phase
-from graphs.options.compress import COMPRESS, KEEP, RESTORE
-from graphs.schedule import Schedule, schedule_of
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.options.compress import COMPRESS, KEEP, RESTORE
+from planner.graphs.schedule import Schedule, schedule_of
 
 
 def compress_all(graph: Graph, form: str) -> Schedule:

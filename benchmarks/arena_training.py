@@ -20,8 +20,8 @@ import planner
 from benchmarks.command import Main, Setting, limit_threads
 from benchmarks.process_memory import count_resident_bytes
 from benchmarks.zoo_models import CPU_MODELS
-from graphs.units import format_bytes
 from planner.capture.workload.models import build
+from planner.graphs.units import format_bytes
 from planner.runtime.allocator import measure_memory_rise
 from planner.runtime.arena import Arena
 from planner.runtime.arena_allocator import keep_idle_pages

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphs.errors import PlannerError
 from planner.cli import argument_types
+from planner.graphs.errors import PlannerError
 from planner.studies.experiment import Study
 from planner.studies.rows import Key
 

@@ -18,16 +18,16 @@ from pathlib import Path
 
 from benchmarks.command import add_names, build_parser
 from benchmarks.compare_summary import format_summary
-from graphs.io.files import write_text
-from graphs.io.formats import write_graph
-from graphs.ir import Graph
-from graphs.synthetic.random_graphs import draw_training_step
-from graphs.synthetic.small import make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.graphs.io.files import write_text
+from planner.graphs.io.formats import write_graph
+from planner.graphs.ir import Graph
+from planner.graphs.synthetic.random_graphs import draw_training_step
+from planner.graphs.synthetic.small import make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
+from planner.solvers.registry import SOLVERS
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.comparisons import write_report
 from planner.studies.rows import read_rows
-from solvers.registry import SOLVERS
 
 # Their programs grow with the square of the ops: of hundreds of ops they are not even written in the time given.
 FOR_SMALL_GRAPHS = frozenset({"checkmate", "monet", "rounding", "xengine", "xengine-overlapped"})

@@ -18,8 +18,8 @@ import torch
 from benchmarks.command import Main, Setting
 from benchmarks.compiled_case import ATEN, IN_ARENA, OURS, REFERENCE, CompiledRow, Settings, compare_compiled
 from benchmarks.models import huggingface_models as hf
-from graphs.units import format_bytes, format_seconds
 from planner.capture.workload.models import Workload, build
+from planner.graphs.units import format_bytes, format_seconds
 from planner.studies.experiment import Study
 from planner.studies.rows import order_by
 from planner.studies.tables import Column, format_bullets, format_markdown, group_by, join_markdown

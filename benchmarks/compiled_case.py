@@ -12,11 +12,11 @@ from statistics import median
 import planner
 from benchmarks.kept_captures import KeptCaptures
 from benchmarks.solves import find_least_bytes
-from graphs.errors import BudgetError, LimitError, PlannerError
-from graphs.units import format_bytes
 from planner.capture.options.in_place import IN_PLACE
 from planner.capture.options.traced import add_traced
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import BudgetError, LimitError, PlannerError
+from planner.graphs.units import format_bytes
 from planner.measure import tracing
 from planner.measure.steps import compute_ratio
 from planner.settings.plan import PlanSettings

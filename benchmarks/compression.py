@@ -20,16 +20,16 @@ import torch
 from benchmarks.all_compressed import compress_all
 from benchmarks.command import Main, Setting
 from benchmarks.training_loop import Loop, Recipe
-from graphs.options import remove_options
-from graphs.options.compress import VARIANCE
-from graphs.schedule import Schedule, keep_everything
-from graphs.simulate import simulate
-from graphs.units import format_ratio
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import apply_options
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.graphs.options import remove_options
+from planner.graphs.options.compress import VARIANCE
+from planner.graphs.schedule import Schedule, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_ratio
 from planner.measure import steps as measure, tracing
 from planner.measure.pool_memory import measure_peak
 from planner.plans.select_attributes import select_attributes

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from benchmarks.command import Main, Setting, make_names_reader
 from benchmarks.storages import LiveStorages
-from graphs.errors import BudgetError
-from graphs.units import format_seconds
 from planner.capture.workload.models import build
+from planner.graphs.errors import BudgetError
+from planner.graphs.units import format_seconds
 from planner.native.library import wait_for_library
 from planner.plans.select_attributes import select_attributes
 from planner.runtime.libraries import warm_up_libraries

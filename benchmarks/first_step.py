@@ -16,8 +16,8 @@ from math import inf
 from benchmarks.command import Main
 from benchmarks.first_step_cases import CASES
 from benchmarks.first_step_run import FAILED, OUT_OF_MEMORY, RAN, UNCAPPED, WAYS, FirstStepRow, train
-from graphs.errors import PlannerError
-from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.graphs.errors import PlannerError
+from planner.graphs.units import format_bytes, format_ratio, format_seconds
 from planner.plans.select_attributes import select_attributes
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, ProcessError, iterate_results

@@ -15,10 +15,10 @@ from benchmarks.command import limit_threads
 from benchmarks.first_step_cases import FirstStepCase
 from benchmarks.process_memory import DataWatch, limit_data, read_status_bytes, reset_highest_rss
 from benchmarks.training_loop import Loop, generate_batches
-from graphs.errors import PlannerError, first_line, typed_line
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import PlannerError, first_line, typed_line
 from planner.measure.steps import Step, measure_memory
 from planner.memory.release import release_unused
 from planner.progress.stages import Event, Progress, Stage, View

@@ -28,13 +28,13 @@ from benchmarks.models.dense import recommender
 from benchmarks.models.huggingface_models import build_image_model, build_token_model
 from benchmarks.models.sequences import lstm_tagger
 from benchmarks.zoo_models import CPU_MODELS
-from graphs.schedule import Schedule, keep_everything
-from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
+from planner.graphs.schedule import Schedule, keep_everything
+from planner.graphs.simulate import simulate
 from planner.measure.observation import OpTimer
 from planner.measure.steps import Step, compute_ratio, get_loss, turn_times
 from planner.measure.timing import compute_typical
@@ -45,12 +45,12 @@ from planner.plans.solve import solve
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.order.peak import keep_everything_peak_bytes
 from planner.studies.baselines import build_checkpoint_blocks, copy_code
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value, order_by
 from planner.studies.tables import Column
-from solvers.bounds import bound_least_budget
-from solvers.order.peak import keep_everything_peak_bytes
 
 _LAYERS, _WIDTH, _HEADS = 12, 8, 2
 SHARES = (1.0, 0.7, 0.5)

@@ -12,13 +12,16 @@ from statistics import median
 
 from benchmarks.command import add_names, build_parser, carry_out
 from benchmarks.solves import Solved, build_graph, solve_row
-from graphs.errors import BudgetError
-from graphs.ir import Graph
-from graphs.simulate import simulate
-from graphs.units import format_bytes
+from planner.graphs.errors import BudgetError
+from planner.graphs.ir import Graph
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_bytes
 from planner.plans.summary import summarize
 from planner.settings.budget import read_budget
 from planner.settings.option_settings import OptionSettings, build_option_settings
+from planner.solvers.clock import WallClock
+from planner.solvers.least import bracket_least_budget
+from planner.solvers.registry import SOLVERS
 from planner.studies.experiment import Study
 from planner.studies.rows import (
     collect_provenance,
@@ -30,9 +33,6 @@ from planner.studies.rows import (
     order_by,
 )
 from planner.studies.tables import Column, format_bullets, format_markdown, group_by, group_side_by_side
-from solvers.clock import WallClock
-from solvers.least import bracket_least_budget
-from solvers.registry import SOLVERS
 
 MODELS: Mapping[str, str] = {
     "gpt2-medium": "zoo:gpt2,layers=24,width=1024,heads=16,batch=8,seq=1024,dtype=bfloat16",
@@ -82,7 +82,7 @@ class OffloadRow(Solved):
     suite: str = declare_key()
     model: str = declare_key()
     budget: str = declare_key("a share of the peak, or of what lies between the least budget and the peak")
-    method: str = declare_key("recompute only, offload only, both, or a name in solvers.registry")
+    method: str = declare_key("recompute only, offload only, both, or a name in planner.solvers.registry")
     least_bytes: int | None = declare_value("the least budget of a schedule that only recomputes, where budgets are above it")
     base_peak_bytes: int = declare_column("of the step that keeps everything")
     seconds: float | None = declare_value("that the solve took")

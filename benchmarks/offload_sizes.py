@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from benchmarks.command import Main
 from benchmarks.offload import HOST
-from graphs.units import parse_budget
 from planner.capture.workload.workload import parse_spec
+from planner.graphs.units import parse_budget
 from planner.plans.select_attributes import select_attributes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import build_option_settings

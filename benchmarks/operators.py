@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import planner
 from benchmarks.command import Main, Setting
-from graphs.errors import first_line
+from planner.graphs.errors import first_line
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
 from planner.studies.tables import Column, format_markdown

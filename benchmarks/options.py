@@ -16,9 +16,6 @@ from benchmarks.command import build_parser, carry_out, limit_threads
 from benchmarks.options_errors import ERRORS, MEASURED, find_most_bits
 from benchmarks.options_table import BUDGETS, LEAST, Offer, OptionsRow, format_table, list_sets, set_name
 from benchmarks.solves import build_graph, solve_row
-from graphs.ir import Graph
-from graphs.options.option import Need
-from graphs.simulate import simulate
 from planner.capture.options import (
     OPTIONS,
     check_options,
@@ -28,17 +25,20 @@ from planner.capture.options import (
     restrict_to,
 )
 from planner.cli import argument_types
+from planner.graphs.ir import Graph
+from planner.graphs.options.option import Need
+from planner.graphs.simulate import simulate
 from planner.plans.select_attributes import select_attributes
 from planner.plans.summary import summarize
 from planner.settings.budget import read_budget
 from planner.settings.option_settings import OptionSettings, build_option_settings
 from planner.settings.plan import PlanSettings
+from planner.solvers.clock import Clock
+from planner.solvers.least import bracket_least_budget
+from planner.solvers.order.reorder import find_order
+from planner.solvers.result import Status
 from planner.studies.experiment import Study
 from planner.studies.rows import collect_provenance, find_missing_keys
-from solvers.clock import Clock
-from solvers.least import bracket_least_budget
-from solvers.order.reorder import find_order
-from solvers.result import Status
 
 MODELS: Mapping[str, str] = {
     "gpt2-medium": offload.MODELS["gpt2-medium"],

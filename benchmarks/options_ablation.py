@@ -18,21 +18,21 @@ from itertools import chain, zip_longest
 from benchmarks.options_table import BUDGETS, LEAST
 from benchmarks.solves import Solved, solve_row
 from benchmarks.zoo_models import MODELS
-from graphs.ir import Graph, Op
-from graphs.options.selection import get_option_name, keep_traced_ops
-from graphs.units import format_ratio
 from planner.capture.workload.workload import parse_spec
+from planner.graphs.ir import Graph, Op
+from planner.graphs.options.selection import get_option_name, keep_traced_ops
+from planner.graphs.units import format_ratio
 from planner.plans.summary import summarize
 from planner.settings.budget import read_budget
 from planner.settings.option_settings import OptionSettings
 from planner.settings.plan import PlanSettings
+from planner.solvers.clock import WorkClock
+from planner.solvers.order.reorder import find_order
+from planner.solvers.result import Status
 from planner.studies.experiment import Study
 from planner.studies.rows import collect_provenance, declare_column, declare_key, declare_value, order_by
 from planner.studies.tables import Column, format_markdown, group_by
 from planner.studies.workload_tracing import Tracing
-from solvers.clock import WorkClock
-from solvers.order.reorder import find_order
-from solvers.result import Status
 
 OPTIONS = ("pack", "kernels", "chunks")
 NOTHING = "nothing"  # is left out

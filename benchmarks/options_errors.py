@@ -8,15 +8,15 @@ from functools import partial
 import torch
 
 from benchmarks.offload import compute_budget_bytes
-from graphs.ir import Op
-from graphs.options import remove_options
-from graphs.reordering import Reordering
-from graphs.schedule import keep_everything
-from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import apply_options
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.graphs.ir import Op
+from planner.graphs.options import remove_options
+from planner.graphs.reordering import Reordering
+from planner.graphs.schedule import keep_everything
+from planner.graphs.units import format_bytes
 from planner.measure import steps as measure, tracing
 from planner.measure.pool_memory import measure_peak
 from planner.measure.steps import StepOutcome, compute_ratio
@@ -25,14 +25,14 @@ from planner.plans.summary import summarize
 from planner.runtime.executor import Executor
 from planner.settings.option_settings import OptionSettings
 from planner.settings.plan import PlanSettings
+from planner.solvers.clock import Clock
+from planner.solvers.least import bracket_least_budget
+from planner.solvers.order.reorder import find_order, map_result_back
 from planner.studies.experiment import Study
 from planner.studies.measured import compute_relative_error
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_text, declare_value, order_by
 from planner.studies.solves import solve_allocated
 from planner.studies.tables import Column, format_markdown, group_by, share_column
-from solvers.clock import Clock
-from solvers.least import bracket_least_budget
-from solvers.order.reorder import find_order, map_result_back
 
 # At sizes at which a step takes 10 to 100 ms on one thread; logits have the same relative size as in real models.
 MEASURED: Mapping[str, Callable[[], Workload]] = {

@@ -7,10 +7,10 @@ from itertools import product
 
 from benchmarks.options_errors import Bits
 from benchmarks.solves import TOLERANCE, Solved
-from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.graphs.units import format_bytes, format_ratio, format_seconds
+from planner.solvers.result import Status
 from planner.studies.rows import Made, declare_column, declare_key, declare_text, declare_value
 from planner.studies.tables import format_bullets, group_by, join_markdown
-from solvers.result import Status
 
 NONE = "none"  # the set without an option
 LEAST = "least"  # the budget of a search for the least one

@@ -18,17 +18,17 @@ from torch import nn
 from benchmarks.command import Main
 from benchmarks.models.parts import Residual
 from benchmarks.solves import TOLERANCE
-from graphs.ir import Graph
-from graphs.options.passes import order_by_passes
-from graphs.options.surroundings import OtherDevice, Surroundings
-from graphs.schedule import Schedule, keep_everything
-from graphs.simulate import simulate
-from graphs.units import format_ratio, format_seconds
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import apply_options
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
+from planner.graphs.ir import Graph
+from planner.graphs.options.passes import order_by_passes
+from planner.graphs.options.surroundings import OtherDevice, Surroundings
+from planner.graphs.schedule import Schedule, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_ratio, format_seconds
 from planner.measure import tracing
 from planner.measure.pool_memory import measure_other_peaks, measure_peak
 from planner.measure.roofline import model_times
@@ -40,13 +40,13 @@ from planner.settings.budget import read_budget
 from planner.settings.devices import DeviceSpec, get_device
 from planner.settings.other_devices import decode_devices
 from planner.settings.plan import PlanSettings
+from planner.solvers.baselines.xengine import XEngineParams
+from planner.solvers.clock import WallClock
+from planner.solvers.result import SOLVED, Result, decide_status
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value, order_by
 from planner.studies.solves import solve_allocated
 from planner.studies.tables import ALL, Column, format_markdown, group_by, group_side_by_side
-from solvers.baselines.xengine import XEngineParams
-from solvers.clock import WallClock
-from solvers.result import SOLVED, Result, decide_status
 
 # No product: an integrated GPU of 1 TFLOP/s, which has the memory bus of the CPU of ``planner.settings.devices`` to itself.
 INTEGRATED = DeviceSpec("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)
@@ -103,7 +103,9 @@ class PlacementRow(Made):
     ops: int = declare_key("of the step")
     budget: str = declare_key("of each memory")
     method: str = declare_key()
-    status: str = declare_column("as in solvers.result; of the serial optimum: of its sum, which is no bound on its makespan")
+    status: str = declare_column(
+        "as in planner.solvers.result; of the serial optimum: of its sum, which is no bound on its makespan"
+    )
     time_s: float | None = declare_value("the step")
     bound_s: float | None = declare_value("proved: no step takes less")
     serial_s: float | None = declare_value("the serial optimum, as XEngine counts it: the sum over both devices; and its bound")

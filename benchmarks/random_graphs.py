@@ -15,19 +15,19 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.command import add_names
-from graphs.errors import PlannerError
-from graphs.ir import Graph, Phase
-from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.schedule import schedule_of
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_graph, draw_options, draw_overwriting, draw_training_step
 from planner.capture.options import apply_options
+from planner.graphs.errors import PlannerError
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.options.surroundings import Link, OtherDevice, Surroundings
+from planner.graphs.schedule import schedule_of
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_options, draw_overwriting, draw_training_step
 from planner.plans.select_attributes import select_attributes
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.clock import WorkClock
 from planner.studies.experiment import Study
 from planner.studies.rows import Key, declare_column, declare_key, declare_value, read_rows
 from planner.studies.solves import solve_allocated
-from solvers.bounds import bound_least_budget
-from solvers.clock import WorkClock
 
 KINDS = ("plain", "offload", "options", "devices")
 RANK = ("optimal", "within tolerance", "infeasible", "feasible", "limit", "error")
@@ -43,7 +43,7 @@ class Row:
     seed: int = declare_key()
     ops: int = declare_column()
     budget_bytes: int = declare_column()
-    status: str = declare_column("as in solvers.result; error if the solver failed")
+    status: str = declare_column("as in planner.solvers.result; error if the solver failed")
     time_s: float | None = declare_value("of the schedule, as peak_bytes")
     bound_s: float | None = declare_value()
     peak_bytes: int | None = declare_value()

@@ -16,16 +16,17 @@ from itertools import product
 from benchmarks.command import Main
 from benchmarks.solves import build_graph
 from benchmarks.zoo_models import MODELS
-from graphs.addresses import buffers_of
-from graphs.allocators.caching import EXPANDABLE, CachingAllocator
-from graphs.allocators.training import Training, compute_outside_pool_bytes, least_capacity_bytes, play, usage_of
-from graphs.errors import BudgetError, LimitError
-from graphs.ir import Graph
+from planner.graphs.addresses import buffers_of
+from planner.graphs.allocators.caching import EXPANDABLE, CachingAllocator
+from planner.graphs.allocators.training import Training, compute_outside_pool_bytes, least_capacity_bytes, play, usage_of
+from planner.graphs.errors import BudgetError, LimitError
+from planner.graphs.ir import Graph
 from planner.memory.reserved import build_training
 from planner.plans.plan import Plan
 from planner.plans.select_attributes import select_attributes
 from planner.plans.solve import solve
 from planner.settings.counted_memory import CountedMemory
+from planner.solvers.addresses.solve import solve as solve_addresses
 from planner.studies.experiment import Study
 from planner.studies.rows import (
     Made,
@@ -37,7 +38,6 @@ from planner.studies.rows import (
     find_missing_keys,
 )
 from planner.studies.tables import Column, share_column
-from solvers.addresses.solve import solve as solve_addresses
 
 ARENA = "reserved, in an arena"
 COUNTS = (*map(str, (CountedMemory.ALLOCATED, CountedMemory.RESERVED, CountedMemory.RESERVED_EXPANDABLE)), ARENA)

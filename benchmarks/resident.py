@@ -14,8 +14,8 @@ import torch
 import planner
 from benchmarks.command import Main, limit_threads
 from benchmarks.process_memory import read_status_bytes, reset_highest_rss
-from graphs.units import format_bytes
 from planner.capture.workload.models import build
+from planner.graphs.units import format_bytes
 from planner.measure.steps import get_loss
 from planner.memory.release import release_unused
 from planner.studies.experiment import Study

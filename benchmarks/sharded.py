@@ -23,9 +23,9 @@ from torch.distributed.fsdp import fully_shard
 
 import planner
 from benchmarks.command import Main, Setting
-from graphs.options.gather import GATHER
-from graphs.units import format_bytes
 from planner.capture.workload.models import build
+from planner.graphs.options.gather import GATHER
+from planner.graphs.units import format_bytes
 from planner.measure.steps import compute_ratio, measure_memory
 from planner.memory.least_budget import find_least_budget
 from planner.studies.experiment import Study

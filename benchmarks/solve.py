@@ -14,12 +14,12 @@ from benchmarks.command import add_names, build_parser, carry_out
 from benchmarks.solve_case import SolverRow, make_graph, solve_case
 from benchmarks.solve_suites import PUBLISHED, SUITES, Instance, Landmarks
 from benchmarks.solve_table import draw_growth, draw_solves, format_table
-from graphs.io.formats import read_graph
+from planner.graphs.io.formats import read_graph
 from planner.plans.select_attributes import select_attributes
+from planner.solvers.result import SOLVED, Status
 from planner.studies.experiment import Study
 from planner.studies.processes import iterate_results
 from planner.studies.rows import find_missing_keys
-from solvers.result import SOLVED, Status
 
 
 def solve_instance(instance: Instance, known: Sequence[SolverRow]) -> Iterator[SolverRow]:

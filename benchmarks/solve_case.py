@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.process_memory import read_status_bytes
-from graphs.io.formats import read_graph, write_graph
-from graphs.ir import Graph
+from planner.graphs.io.formats import read_graph, write_graph
+from planner.graphs.ir import Graph
 from planner.measure.machine import commit, describe_machine
 from planner.memory.allocated_budget import REORDERED
 from planner.plans.select_attributes import select_attributes
+from planner.solvers.clock import WallClock
+from planner.solvers.order.solve import solve_in_best_order
+from planner.solvers.registry import get_solver
+from planner.solvers.request import Request
+from planner.solvers.result import SolveProgress
+from planner.solvers.tolerance import Tolerance
 from planner.studies.rows import declare_column, declare_key, declare_text, declare_value
-from solvers.clock import WallClock
-from solvers.order.solve import solve_in_best_order
-from solvers.registry import get_solver
-from solvers.request import Request
-from solvers.result import SolveProgress
-from solvers.tolerance import Tolerance
 
 TOLERANCE = 1e-3
 
@@ -38,7 +38,7 @@ class SolverRow:
     reference_time_s: float | None = declare_value("the step that somebody else reached at this budget")
     reference_seconds: float | None = declare_value("that this took them")
     ops: int = declare_column("of the graph", default=0)
-    status: str = declare_text("as in solvers.result")
+    status: str = declare_text("as in planner.solvers.result")
     base_s: float = declare_column("the step that keeps everything", default=0.0)
     time_s: float | None = declare_value("the step")
     bound_s: float | None = declare_value("proved: no step takes less")
@@ -96,7 +96,7 @@ def solve_case(case: SolverRow, file: Path) -> Iterator[SolverRow]:
 def measure_writing_seconds(graph: Graph, budget_bytes: int) -> float:
     """Return the seconds that the program of the reference, Checkmate, takes to be built."""
     # It imports PuLP, which the memory of other solves shall not hold.
-    from solvers.baselines.checkmate import CheckmateProgram
+    from planner.solvers.baselines.checkmate import CheckmateProgram
 
     began = time.perf_counter()
     CheckmateProgram(graph, budget_bytes - graph.static_bytes).build()

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.solves import build_graph
-from graphs.importers import import_graph
-from graphs.ir import Graph
-from graphs.synthetic.random_graphs import draw_training_step
+from planner.graphs.importers import import_graph
+from planner.graphs.ir import Graph
+from planner.graphs.synthetic.random_graphs import draw_training_step
 from planner.plans.summary import summarize
-from solvers.clock import WallClock
-from solvers.least import bracket_least_budget
+from planner.solvers.clock import WallClock
+from planner.solvers.least import bracket_least_budget
 
 PUBLISHED = ("checkmate-24h", "moccasin")  # suites that are other people's graphs alone
 REFERENCE_LIMIT_S = 600.0

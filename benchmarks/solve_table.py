@@ -12,8 +12,8 @@ from matplotlib.ticker import NullFormatter
 
 from benchmarks.solve_case import TOLERANCE, SolverRow
 from planner.show.views.figures import COLORS, save_figure
+from planner.solvers.result import SOLVED
 from planner.studies.tables import Column, format_markdown, format_values, group_by
-from solvers.result import SOLVED
 
 NEAR = 0.005  # gap up to which a solve counts as near to optimal
 FIRST_LIMITS = ((1_500, 5.0), (5_000, 20.0))  # ops, and by when a graph of so many has a first schedule, in seconds

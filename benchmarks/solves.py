@@ -3,19 +3,19 @@
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from graphs.errors import PlannerError
-from graphs.ir import Graph
-from graphs.units import format_ratio
 from planner.capture.workload.workload import parse_spec
+from planner.graphs.errors import PlannerError
+from planner.graphs.ir import Graph
+from planner.graphs.units import format_ratio
 from planner.plans.select_attributes import select_attributes
 from planner.plans.solve import order_for
 from planner.settings.plan import PlanSettings
+from planner.solvers.clock import Clock, WallClock
+from planner.solvers.least import bracket_least_budget
+from planner.solvers.result import Result, Status, compute_gap
 from planner.studies.rows import Made, declare_column, declare_text, declare_value
 from planner.studies.solves import solve_allocated
 from planner.studies.workload_tracing import Tracing
-from solvers.clock import Clock, WallClock
-from solvers.least import bracket_least_budget
-from solvers.result import Result, Status, compute_gap
 
 TOLERANCE = 1e-3
 
@@ -44,8 +44,8 @@ def find_least_bytes(graph: Graph, limit_s: float) -> int:
 class Solved(Made):
     """One solve."""
 
-    status: str = declare_column("as in solvers.result", default=str(Status.ERROR))
-    reason: str = declare_text("as in solvers.result")
+    status: str = declare_column("as in planner.solvers.result", default=str(Status.ERROR))
+    reason: str = declare_text("as in planner.solvers.result")
     message: str = declare_text("what else there is to say")
     time_s: float | None = declare_value("the step, judged")
     bound_s: float | None = declare_value("proved: no step takes less")

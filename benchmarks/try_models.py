@@ -24,9 +24,9 @@ import planner
 from benchmarks.command import Main, Setting, limit_threads, make_names_reader
 from benchmarks.runner import SEED, Runner, build_fresh, build_whole_step, take_turns
 from benchmarks.solves import find_least_bytes
-from graphs.errors import PlannerError, first_line, typed_line
-from graphs.units import format_bytes
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import PlannerError, first_line, typed_line
+from planner.graphs.units import format_bytes
 from planner.measure import tracing
 from planner.measure.machine import ROOT
 from planner.measure.steps import Step, StepOutcome, compute_ratio, run_both

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 import planner
-from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.workload.models import build
+from planner.graphs.units import format_bytes, format_ratio, format_seconds
 from planner.plans.summary import summarize
 from planner.show.views.figures import choose_size_unit, draw_figure, pick_shades
 from planner.show.views.text import format_table
-from solvers.clock import WallClock
-from solvers.least import bracket_least_budget
+from planner.solvers.clock import WallClock
+from planner.solvers.least import bracket_least_budget
 
 OPTIONS = {"layers": 4, "width": 192, "heads": 6, "vocab": 2000, "seq": 192, "batch": 4}
 COLUMNS = (

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from graphs.clocks import run_clocks
-from graphs.errors import PlannerError
-from graphs.ir import Graph, Op
-from graphs.overwriting import Overwriting, Pairs
-from graphs.pools import DEVICE
-from graphs.requests import WORKSPACE
-from graphs.schedule import Compute, Schedule, Step
+from planner.graphs.clocks import run_clocks
+from planner.graphs.errors import PlannerError
+from planner.graphs.ir import Graph, Op
+from planner.graphs.overwriting import Overwriting, Pairs
+from planner.graphs.pools import DEVICE
+from planner.graphs.requests import WORKSPACE
+from planner.graphs.schedule import Compute, Schedule, Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from graphs.errors import GraphError
-from graphs.pools import COMPUTE, DEVICE
-from graphs.requests import WORKSPACE
+from planner.graphs.errors import GraphError
+from planner.graphs.pools import COMPUTE, DEVICE
+from planner.graphs.requests import WORKSPACE
 
 if TYPE_CHECKING:
-    from graphs.ir import Graph, Op
+    from planner.graphs.ir import Graph, Op
 
 _TOO_MUCH = 2**63  # bytes, or seconds
 

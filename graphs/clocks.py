@@ -7,9 +7,9 @@ that transfers reach beside computation (``planner.settings.link``).
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from graphs.ir import Graph, Phase
-from graphs.pools import COMPUTE
-from graphs.schedule import Compute, Schedule
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.pools import COMPUTE
+from planner.graphs.schedule import Compute, Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class BudgetError(PlannerError):
     Examples:
         >>> planner.solve(graph, "8")
         Traceback (most recent call last):
-        graphs.errors.BudgetError: ...
+        planner.graphs.errors.BudgetError: ...
     """
 
 
@@ -90,7 +90,7 @@ class TraceError(PlannerError):
         ...     return loss
         >>> planner.trace(model, print_loss, (x, y))
         Traceback (most recent call last):
-        graphs.errors.TraceError: ...
+        planner.graphs.errors.TraceError: ...
     """
 
 

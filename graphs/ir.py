@@ -17,12 +17,12 @@ from enum import StrEnum
 from functools import cached_property
 from html import escape
 
-from graphs.checks import check_graph
-from graphs.errors import UsageError, quote
-from graphs.escape import escape_text
-from graphs.pools import COMPUTE, DEVICE, Pool, is_channel
-from graphs.requests import MemoryRequest
-from graphs.units import format_bytes, format_seconds
+from planner.graphs.checks import check_graph
+from planner.graphs.errors import UsageError, quote
+from planner.graphs.escape import escape_text
+from planner.graphs.pools import COMPUTE, DEVICE, Pool, is_channel
+from planner.graphs.requests import MemoryRequest
+from planner.graphs.units import format_bytes, format_seconds
 
 TANGENT = "tangent"  # name of the gradient of the loss among the inputs
 
@@ -358,7 +358,7 @@ def check_is_graph(value: object) -> None:
     """Raise a UsageError unless `value` is a graph."""
     if not isinstance(value, Graph):
         raise UsageError(
-            f"the graph is {quote(value)}: must be one that planner.trace returns, or graphs.io.formats.read_graph reads "
+            f"the graph is {quote(value)}: must be one that planner.trace returns, or planner.graphs.io.formats.read_graph reads "
             "from a file"
         )
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from itertools import islice, takewhile
 
-from graphs.ir import Graph
-from graphs.schedule import Compute, Free, Schedule, Step, find_boundary, live_after
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Compute, Free, Schedule, Step, find_boundary, live_after
 
 Pairs = Sequence[tuple[int, int]]  # pairs of an output and the input that it overwrites
 

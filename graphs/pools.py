@@ -7,7 +7,7 @@ a device owns its pool; the host computes nothing, so its pool is owned by the c
 import math
 from dataclasses import dataclass
 
-from graphs.errors import GraphError
+from planner.graphs.errors import GraphError
 
 DEVICE = "device"  # the pool whose capacity is the budget
 HOST = "host"

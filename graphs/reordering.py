@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from graphs.ir import Graph, Op
-from graphs.schedule import Compute, Schedule
+from planner.graphs.ir import Graph, Op
+from planner.graphs.schedule import Compute, Schedule
 
 _INSERTED = -1  # in place of an id
 

@@ -3,10 +3,10 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphs.checks import check_plain
-from graphs.errors import ScheduleError
-from graphs.ir import Graph, Phase
-from graphs.pools import DEVICE
+from planner.graphs.checks import check_plain
+from planner.graphs.errors import ScheduleError
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.pools import DEVICE
 
 _SHOWN_STEPS = 20  # in the representation of a schedule
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from graphs.errors import PlannerError, UsageError, causes, refuse_unknown_options
+from planner.graphs.errors import PlannerError, UsageError, causes, refuse_unknown_options
 
 P = ParamSpec("P")
 T = TypeVar("T")

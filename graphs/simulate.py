@@ -1,12 +1,12 @@
 """The simulation that judges every plan: the memory, in bytes, and the time, in seconds, of a schedule on a graph.
 
 It shares no code with solvers, so that it finds their mistakes. Memory is counted in the order of the steps, so that the peak
-does not depend on the timing of streams; ``graphs.clocks`` has the times on several streams.
+does not depend on the timing of streams; ``planner.graphs.clocks`` has the times on several streams.
 
 Conventions that solvers, writers and the runtime follow: inputs, outputs and workspace of an op are in memory at once; an output
 that is in memory already counts twice while its op runs; an output takes the memory of an input only if the next steps free that
 input; the workspace of a transfer is in memory until the computation waits for it. Memory is that of tensors; what an allocator
-reserves beyond them is in ``graphs.allocators``.
+reserves beyond them is in ``planner.graphs.allocators``.
 
 Known weakness: `time_s`, which is minimized, does not know the host; `step_s` does.
 """
@@ -17,11 +17,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from graphs.clocks import run_clocks
-from graphs.errors import ScheduleError
-from graphs.ir import Graph, Op
-from graphs.pools import Pool
-from graphs.schedule import Compute, Free, Schedule
+from planner.graphs.clocks import run_clocks
+from planner.graphs.errors import ScheduleError
+from planner.graphs.ir import Graph, Op
+from planner.graphs.pools import Pool
+from planner.graphs.schedule import Compute, Free, Schedule
 
 _REMEMBERED = 32  # schedules of a graph: solves for several budgets try the same ones, and end with them
 _known: dict[int, Callable[[Schedule], "Simulation"]] = {}  # by the id of a graph, as long as it exists

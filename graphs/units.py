@@ -3,7 +3,7 @@
 import math
 import re
 
-from graphs.errors import BudgetError
+from planner.graphs.errors import BudgetError
 
 _BYTES = {
     "b": 1,

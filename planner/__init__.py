@@ -11,18 +11,18 @@ from planner.errors import explain_missing_packages
 
 if TYPE_CHECKING:
     __version__: str
-    from graphs.errors import BudgetError, LimitError, OutOfMemoryError, PlannerError, TraceError
+    from planner.graphs.errors import BudgetError, LimitError, OutOfMemoryError, PlannerError, TraceError
     from planner.measure.run_plan import RunReport, run
     from planner.measure.tracing import trace
     from planner.plans.plan import Plan
     from planner.plans.solve import solve
+    from planner.solvers.windows.params import WindowsParams
     from planner.studies.advise import advise, curve
     from planner.train.backend.checkpoint import checkpoint
     from planner.train.compile.compile import compile  # noqa: A004
     from planner.train.compile.dynamic import DynamicStep
     from planner.train.compile.step import PlannedStep
     from planner.train.eager.session import rematerialize
-    from solvers.windows.params import WindowsParams
 
 __all__ = [
     "BudgetError",
@@ -72,12 +72,12 @@ _refuse_shadows()
 
 
 _MODULES = {
-    **dict.fromkeys(("BudgetError", "LimitError", "OutOfMemoryError", "PlannerError", "TraceError"), "graphs.errors"),
+    **dict.fromkeys(("BudgetError", "LimitError", "OutOfMemoryError", "PlannerError", "TraceError"), "planner.graphs.errors"),
     "DynamicStep": "planner.train.compile.dynamic",
     "PlannedStep": "planner.train.compile.step",
     "Plan": "planner.plans.plan",
     "RunReport": "planner.measure.run_plan",
-    "WindowsParams": "solvers.windows.params",
+    "WindowsParams": "planner.solvers.windows.params",
     "advise": "planner.studies.advise",
     "checkpoint": "planner.train.backend.checkpoint",
     "compile": "planner.train.compile.compile",

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from graphs.short_tracebacks import shorten_traceback
 from planner.errors import explain_missing_packages
+from planner.graphs.short_tracebacks import shorten_traceback
 
 with explain_missing_packages():
     import torch
@@ -18,7 +18,7 @@ with explain_missing_packages():
     from transformers import Trainer
     from transformers.trainer_utils import unwrap_peft_model
 
-from graphs.errors import PlannerError
+from planner.graphs.errors import PlannerError
 from planner.progress import Event, LoggingView, OnProgress, Progress, list_default_views
 from planner.progress.describe import describe
 from planner.settings.budget import read_budget_or_overhead

@@ -8,8 +8,8 @@ from inspect import signature
 from types import FunctionType
 from typing import Any
 
-from graphs.short_tracebacks import shorten_traceback
 from planner.errors import explain_missing_packages
+from planner.graphs.short_tracebacks import shorten_traceback
 
 with explain_missing_packages():
     import torch
@@ -21,12 +21,12 @@ with explain_missing_packages():
     except ImportError:  # its old name
         import pytorch_lightning as pl  # type: ignore[no-redef]
 
-from graphs.errors import PlannerError, TraceError
 from planner.capture.frontend.fake_execution import run_on_fakes
 from planner.capture.frontend.later_calls import Collector, is_metric
 from planner.capture.frontend.later_values import skip_metrics
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.signature import Shapes, list_shapes
+from planner.graphs.errors import PlannerError, TraceError
 from planner.progress import LoggingView
 from planner.settings.budget import read_budget_or_overhead
 from planner.train.compile.per_batch import BatchPlans, check_options

@@ -11,10 +11,10 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.ir import Graph, Op
-from graphs.options.offload import NO_OFFLOADS, Offloads, remove_offload
-from graphs.units import format_bytes, format_enough
-from solvers.streams import get_workspace_bytes, list_sizes
+from planner.graphs.ir import Graph, Op
+from planner.graphs.options.offload import NO_OFFLOADS, Offloads, remove_offload
+from planner.graphs.units import format_bytes, format_enough
+from planner.solvers.streams import get_workspace_bytes, list_sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,14 @@ what it does. A thread that has waited for another goes on where that one ended:
 with what the others had happened to do by then.
 
 Known weakness: a unit of work is about a second on a processor of 2020 and for the programs that it was fitted to; the work of
-HiGHS is an estimate (``solvers.highs.run``).
+HiGHS is an estimate (``planner.solvers.highs.run``).
 """
 
 import threading
 import time
 from collections.abc import Callable
 
-from graphs.units import format_seconds
+from planner.graphs.units import format_seconds
 
 _AHEAD = 0.02  # units of work by which a thread may be ahead of another before it waits for it
 

@@ -3,26 +3,26 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from graphs.ir import Graph
-from graphs.options import remove_options
-from graphs.options.offload import remove_offload
-from graphs.options.placement import is_placed, remove_placement
-from graphs.options.selection import PartOf, remove_computed
-from graphs.schedule import Schedule, keep_everything
-from graphs.simulate import simulate
-from solvers.bounds import bound_least_budget
-from solvers.clock import Clock, WallClock, measure_rest
-from solvers.eviction.least_peak import find_least_evicting_schedule
-from solvers.pass_ends import add_pass_ends
-from solvers.problem import build_problem
-from solvers.request import Request
-from solvers.tolerance import Tolerance
-from solvers.windows.decoding.decode import NOWHERE_BYTES, Trial, try_out
-from solvers.windows.driver import run
-from solvers.windows.search import Search
-from solvers.windows.strategies.offloaded_orders import find_least_offloaded
-from solvers.windows.strategies.placement import Placements
-from solvers.windows.strategies.substitution import find_least_substitution
+from planner.graphs.ir import Graph
+from planner.graphs.options import remove_options
+from planner.graphs.options.offload import remove_offload
+from planner.graphs.options.placement import is_placed, remove_placement
+from planner.graphs.options.selection import PartOf, remove_computed
+from planner.graphs.schedule import Schedule, keep_everything
+from planner.graphs.simulate import simulate
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.clock import Clock, WallClock, measure_rest
+from planner.solvers.eviction.least_peak import find_least_evicting_schedule
+from planner.solvers.pass_ends import add_pass_ends
+from planner.solvers.problem import build_problem
+from planner.solvers.request import Request
+from planner.solvers.tolerance import Tolerance
+from planner.solvers.windows.decoding.decode import NOWHERE_BYTES, Trial, try_out
+from planner.solvers.windows.driver import run
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies.offloaded_orders import find_least_offloaded
+from planner.solvers.windows.strategies.placement import Placements
+from planner.solvers.windows.strategies.substitution import find_least_substitution
 
 # Position of the next solve in the bracket: nearer to the feasible end.
 _NEXT = 0.6

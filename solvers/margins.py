@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from graphs.ir import Graph
+from planner.graphs.ir import Graph
 
 Margins = Mapping[int, int]  # by op, bytes that are added to its workspace
 

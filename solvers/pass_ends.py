@@ -5,10 +5,10 @@ produces a copy, which may be transferred to the main device at any later time, 
 receives it. So one more op of the program at the end of each pass reads these tensors; it takes no time and no memory.
 """
 
-from graphs.clocks import find_results_elsewhere
-from graphs.ir import Graph, Op, Phase
-from graphs.options.placement import is_placed
-from graphs.reordering import Reordering, keep_program_order, permute
+from planner.graphs.clocks import find_results_elsewhere
+from planner.graphs.ir import Graph, Op, Phase
+from planner.graphs.options.placement import is_placed
+from planner.graphs.reordering import Reordering, keep_program_order, permute
 
 END = "end"  # target of these ops
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphs.ir import Graph, Op
-from solvers.pass_ends import find_requested_outputs
+from planner.graphs.ir import Graph, Op
+from planner.solvers.pass_ends import find_requested_outputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from graphs.ir import Graph
-from graphs.options import remove_options
-from graphs.options.offload import RoundTrip, remove_offload
-from graphs.options.placement import is_placed
-from graphs.pools import COMPUTE
-from solvers.pass_ends import find_requested_outputs
-from solvers.places import Places, find_circles, find_places
-from solvers.streams import Streams, get_workspace_bytes, list_sizes
+from planner.graphs.ir import Graph
+from planner.graphs.options import remove_options
+from planner.graphs.options.offload import RoundTrip, remove_offload
+from planner.graphs.options.placement import is_placed
+from planner.graphs.pools import COMPUTE
+from planner.solvers.pass_ends import find_requested_outputs
+from planner.solvers.places import Places, find_circles, find_places
+from planner.solvers.streams import Streams, get_workspace_bytes, list_sizes
 
 OBJECTIVE_SCALE = 1e4  # the step without recomputation, in the units of the objectives
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 
-from graphs.checks import check_plain
-from graphs.errors import PlannerError, UsageError, quote, suggest
-from graphs.ir import Graph
-from graphs.options.offload import remove_offload
-from solvers.request import Request
-from solvers.result import Result
+from planner.graphs.checks import check_plain
+from planner.graphs.errors import PlannerError, UsageError, quote, suggest
+from planner.graphs.ir import Graph
+from planner.graphs.options.offload import remove_offload
+from planner.solvers.request import Request
+from planner.solvers.result import Result
 
 Solver = Callable[[Request], Result]  # returns a schedule within the budget, or the reason why there is none
 
@@ -41,7 +41,7 @@ class Entry:
 
 
 def _make_baseline(module: str, description: str, rule: str = "", *, params: str = "") -> Entry:
-    module, arguments = f"solvers.baselines.{module}", {"rule": rule} if rule else {}
+    module, arguments = f"planner.solvers.baselines.{module}", {"rule": rule} if rule else {}
     return Entry(module, description, arguments, f"{module}:{params}" if params else "")
 
 
@@ -60,9 +60,9 @@ def _make_xengine(description: str, rule: str = "") -> Entry:
 
 SOLVERS: dict[str, Entry] = {
     "windows": Entry(
-        "solvers.windows",
+        "planner.solvers.windows",
         "optimal schedule with a proof: a MILP of windows, refined where memory is tight (HiGHS)",
-        params="solvers.windows.params:WindowsParams",
+        params="planner.solvers.windows.params:WindowsParams",
         transfers=True,
         alternatives=True,
         devices=True,

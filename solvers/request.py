@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self, TypeVar, cast
 
-from graphs.ir import Graph
-from graphs.schedule import Schedule
-from solvers.clock import Clock, WallClock, measure_rest
-from solvers.result import Ending, SolveProgress
-from solvers.tolerance import DEFAULT, Tolerance
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Schedule
+from planner.solvers.clock import Clock, WallClock, measure_rest
+from planner.solvers.result import Ending, SolveProgress
+from planner.solvers.tolerance import DEFAULT, Tolerance
 
 Params = TypeVar("Params")
 
@@ -61,7 +61,9 @@ class Request:
     start: Start | None = None
 
     def get_params(self, default: Params) -> Params:
-        """Return the parameters, or `default` if there are none. They are of its class (``solvers.registry.check_params``)."""
+        """Return the parameters, or `default` if there are none. They are of its class
+        (``planner.solvers.registry.check_params``).
+        """
         return default if self.params is None else cast("Params", self.params)
 
     def is_interrupted(self) -> bool:

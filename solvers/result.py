@@ -5,10 +5,10 @@ from dataclasses import InitVar, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from graphs.errors import BudgetError
-from graphs.ir import Graph
-from graphs.schedule import Schedule
-from graphs.simulate import simulate
+from planner.graphs.errors import BudgetError
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Schedule
+from planner.graphs.simulate import simulate
 
 T = TypeVar("T")
 

@@ -2,10 +2,10 @@
 
 import math
 
-from graphs.ir import Graph, Op, Phase
-from graphs.options.transfers import find_transfers
-from graphs.pools import DEVICE, Pool
-from graphs.schedule import Compute, Free
+from planner.graphs.ir import Graph, Op, Phase
+from planner.graphs.options.transfers import find_transfers
+from planner.graphs.pools import DEVICE, Pool
+from planner.graphs.schedule import Compute, Free
 
 
 class Streams:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from graphs.errors import PlannerError
+from planner.graphs.errors import PlannerError
 
 
 @dataclass(frozen=True, slots=True)

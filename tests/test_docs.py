@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader
 
 import planner
 from examples import demo
-from graphs import errors
-from graphs.errors import PlannerError
-from graphs.units import format_bytes
 from planner.cli.main import build_parser, main
+from planner.graphs import errors
+from planner.graphs.errors import PlannerError
+from planner.graphs.units import format_bytes
 from planner.show.views.text import format_table as text_table
 from tests.support.pages import PAGES, ROOT, Names, name_of, small
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import planner
 from examples.tiny_planner import CHAIN, Op, judge, main, solve
-from graphs.ir import Graph
-from graphs.synthetic.draft import Draft
+from planner.graphs.ir import Graph
+from planner.graphs.synthetic.draft import Draft
 from planner.native.library import library_path
 from planner.plans.solve import solve as planner_solve
 

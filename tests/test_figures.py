@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import planner
-from graphs.io.formats import write_graph
-from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.graphs.io.formats import write_graph
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
 from tests.support.cli import call
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +95,7 @@ def faults(calls: Sequence[Any]) -> list[str]:
         for name in each.functions:
             if name not in defined_names(each.module):
                 found.append(f"{each.module} has no {name}")
-            is_dynamic = each.passed_by or caller == "solvers.registry"  # the caller knows the function by another name
+            is_dynamic = each.passed_by or caller == "planner.solvers.registry"  # the caller knows the function by another name
             if not is_dynamic and name not in called_names(caller):
                 found.append(f"{caller} does not call {name}")
     return found
@@ -123,7 +123,7 @@ def test_wrong_arrows_are_noticed(caller: str, called: tuple[str, str], fault: s
     assert fault in faults([FIGURES.Call(0, caller, "", ""), FIGURES.Call(1, *called, "")])
 
 
-_AROUND = ("graphs.short_tracebacks",)
+_AROUND = ("planner.graphs.short_tracebacks",)
 
 
 @contextmanager

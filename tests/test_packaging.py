@@ -83,7 +83,7 @@ def test_a_missing_package_is_one_line(missing: str, code: str, way: str) -> Non
     ],
 )
 def test_missing_package_prints_the_install_command(missing: str, arguments: list[str], way: str, tmp_path: Path) -> None:
-    graph = "from graphs.io.formats import write_graph; from graphs.synthetic.small import make_training_chain\n"
+    graph = "from planner.graphs.io.formats import write_graph; from planner.graphs.synthetic.small import make_training_chain\n"
     made = f"write_graph(make_training_chain(4), 'graph.json'); sys.modules[{missing!r}] = None\n"
     ended = python(f"{graph}{made}from planner.cli.main import main; sys.exit(main({arguments!r}))", cwd=tmp_path)
     assert ended.returncode == 1
@@ -96,7 +96,7 @@ def test_missing_package_prints_the_install_command(missing: str, arguments: lis
 def test_a_folder_of_the_user_without_init_hides_nothing(folder: str, tmp_path: Path) -> None:
     (tmp_path / folder).mkdir()
     ended = python("import planner; print(planner.PlannerError)", cwd=tmp_path, path=(tmp_path, ROOT))
-    assert ended.stdout == "<class 'graphs.errors.PlannerError'>\n", ended.stderr
+    assert ended.stdout == "<class 'planner.graphs.errors.PlannerError'>\n", ended.stderr
 
 
 def test_an_editable_install_is_found_behind_folders_of_the_user() -> None:

@@ -16,11 +16,11 @@ import planner
 from benchmarks.command import add_names
 from benchmarks.gpu.plans import MODELS
 from benchmarks.gpu.recorded import compare_with_model, format_lines, read_actions
-from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
-from graphs.errors import typed_line
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
+from planner.graphs.errors import typed_line
 from planner.measure.steps import get_loss
 from planner.torch_private.core import clear_cublas_workspaces
 from planner.torch_private.cuda import record_memory, set_allocator_settings

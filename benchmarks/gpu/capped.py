@@ -19,10 +19,10 @@ import torch
 import planner
 from benchmarks.command import add_names
 from benchmarks.gpu.plans import MODELS
-from graphs.errors import typed_line
-from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
+from planner.graphs.errors import typed_line
+from planner.graphs.units import format_bytes, format_ratio, format_seconds
 from planner.measure.steps import get_loss
 from planner.torch_private.core import clear_cublas_workspaces
 

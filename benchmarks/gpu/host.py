@@ -20,10 +20,10 @@ import torch
 import planner
 from benchmarks.command import add_names, build_parser, carry_out
 from benchmarks.gpu.plans import ARENA, CUDA_GRAPH, EAGER, MODELS, WAYS as PLANS, measure_memory
-from graphs.errors import typed_line
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import typed_line
 from planner.measure.steps import Step, compute_ratio, get_loss
 from planner.native.library import wait_for_library
 from planner.native.passes import use_python_passes

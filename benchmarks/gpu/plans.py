@@ -16,11 +16,11 @@ import torch
 
 import planner
 from benchmarks.command import add_names, build_parser, carry_out
-from graphs.errors import typed_line
-from graphs.units import format_bytes, format_seconds
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.graphs.errors import typed_line
+from planner.graphs.units import format_bytes, format_seconds
 from planner.measure.steps import get_loss, measure_median_times, measure_outcome
 from planner.plans.select_attributes import select_attributes
 from planner.runtime.libraries import warm_up_libraries

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graphs.allocators.caching import CachingAllocator
-from graphs.errors import typed_line
-from graphs.units import format_bytes
+from planner.graphs.allocators.caching import CachingAllocator
+from planner.graphs.errors import typed_line
+from planner.graphs.units import format_bytes
 from planner.measure.kernel_settings import collect_kernel_settings, format_settings
 from planner.runtime.libraries import warm_up_libraries
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from graphs.allocators.caching import DEFAULT, Block, CachingAllocator, Rules
+from planner.graphs.allocators.caching import DEFAULT, Block, CachingAllocator, Rules
 
 
 class ActionKind(StrEnum):

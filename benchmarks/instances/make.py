@@ -10,17 +10,17 @@ from pathlib import Path
 from benchmarks.command import add_names
 from benchmarks.solve_suites import ZOO
 from benchmarks.solves import build_graph
-from graphs.ir import Graph
-from graphs.schedule import Compute, Schedule
-from graphs.synthetic.random_graphs import draw_training_step
-from graphs.synthetic.small import make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Compute, Schedule
+from planner.graphs.synthetic.random_graphs import draw_training_step
+from planner.graphs.synthetic.small import make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
 from planner.plans.solve import order_for
 from planner.plans.summary import summarize
+from planner.solvers.clock import WallClock
+from planner.solvers.least import bracket_least_budget
+from planner.solvers.result import SOLVED
 from planner.studies.solves import solve_allocated
-from solvers.clock import WallClock
-from solvers.least import bracket_least_budget
-from solvers.result import SOLVED
 
 FOLDER = Path(__file__).parent
 SHARES = (0.75, 0.5, 0.25, 0.1)  # budgets between the least budget that is known to be feasible (0) and the peak (1)

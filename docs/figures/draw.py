@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 import planner
-from graphs.ir import Graph, Phase
-from graphs.schedule import Compute, Free, Schedule
-from graphs.simulate import simulate
-from graphs.synthetic.small import make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.schedule import Compute, Free, Schedule
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.small import make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
 from planner.show.views.figures import save_figure
 
 HERE = Path(__file__).parent
@@ -52,21 +52,21 @@ SOLVE_WALK = (
         "a solve in the requested order of ops",
         passed_by="planner.plans.solve",
     ),
-    Call(4, "solvers.order.solve", "solve_in_best_order", "in program order, then in another"),
-    Call(5, "solvers.registry", "_solve", "a method by its name", passed_by="planner.memory.allocated_budget"),
-    Call(6, "solvers.windows", "solve", "the exact solver"),
-    Call(7, "solvers.windows.driver", "run", "stages of strategies"),
-    Call(8, "solvers.windows.strategies.first_schedules", "step", "orders of executions, by rules"),
-    Call(8, "solvers.windows.strategies.refinement", "step", "the bound; further windows"),
-    Call(9, "solvers.windows.relaxation.models", "build_relaxation", "the rows"),
-    Call(9, "solvers.highs", "solve_program", "solutions, and a bound"),
-    Call(9, "solvers.windows.decoding.decode", "decode", "an order of executions"),
-    Call(9, "solvers.windows.search", "offer", "the trial of an order"),
-    Call(10, "solvers.windows.decoding.decode", "try_out", "its schedule"),
-    Call(11, "graphs.simulate", "simulate", "peak and time"),
-    Call(10, "solvers.windows.incumbent", "take", "the best schedule so far"),
-    Call(7, "solvers.result", "Result", "schedule and bound"),
-    Call(8, "graphs.simulate", "simulate", "the judge, which raises if the schedule is invalid"),
+    Call(4, "planner.solvers.order.solve", "solve_in_best_order", "in program order, then in another"),
+    Call(5, "planner.solvers.registry", "_solve", "a method by its name", passed_by="planner.memory.allocated_budget"),
+    Call(6, "planner.solvers.windows", "solve", "the exact solver"),
+    Call(7, "planner.solvers.windows.driver", "run", "stages of strategies"),
+    Call(8, "planner.solvers.windows.strategies.first_schedules", "step", "orders of executions, by rules"),
+    Call(8, "planner.solvers.windows.strategies.refinement", "step", "the bound; further windows"),
+    Call(9, "planner.solvers.windows.relaxation.models", "build_relaxation", "the rows"),
+    Call(9, "planner.solvers.highs", "solve_program", "solutions, and a bound"),
+    Call(9, "planner.solvers.windows.decoding.decode", "decode", "an order of executions"),
+    Call(9, "planner.solvers.windows.search", "offer", "the trial of an order"),
+    Call(10, "planner.solvers.windows.decoding.decode", "try_out", "its schedule"),
+    Call(11, "planner.graphs.simulate", "simulate", "peak and time"),
+    Call(10, "planner.solvers.windows.incumbent", "take", "the best schedule so far"),
+    Call(7, "planner.solvers.result", "Result", "schedule and bound"),
+    Call(8, "planner.graphs.simulate", "simulate", "the judge, which raises if the schedule is invalid"),
     Call(2, "planner.plans.plan", "Plan", "the plan"),
 )
 COMPILE_WALK = (
@@ -186,7 +186,7 @@ def draw_steps(path: Path) -> None:
         ("Capture", "model, loss, batch:\nDynamo, AOTAutograd", "planner.capture"),
         ("Profile", "time, workspace and\nsizes of each op", "planner.measure"),
         ("Solve", "integer program,\nschedule and bound", "solvers"),
-        ("Judge", "plays the schedule,\nrefuses what is wrong", "graphs.simulate"),
+        ("Judge", "plays the schedule,\nrefuses what is wrong", "planner.graphs.simulate"),
         ("Run", "straight-line code\nbehind autograd", "planner.runtime"),
     )
     figure = Figure(figsize=(9, 1.9), layout="constrained")

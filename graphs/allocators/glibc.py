@@ -8,7 +8,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from itertools import count
 
-from graphs.allocators.caching import Level, Segment
+from planner.graphs.allocators.caching import Level, Segment
 
 _PAGE_BYTES = 4096
 _HEADER_BYTES = 8  # SIZE_SZ

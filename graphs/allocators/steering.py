@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from graphs.allocators.caching import (
+from planner.graphs.allocators.caching import (
     BLOCK_BYTES,
     DEFAULT,
     LEAST_OWN_SEGMENT_BYTES,
@@ -30,7 +30,7 @@ from graphs.allocators.caching import (
     PoolId,
     Segment,
 )
-from graphs.allocators.training import Training
+from planner.graphs.allocators.training import Training
 
 LEAST_GRAIN_BYTES = SMALL_BYTES + BLOCK_BYTES
 _POOL: PoolId = (0, 1)

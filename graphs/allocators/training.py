@@ -10,12 +10,12 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, Protocol
 
-from graphs.addresses import Buffer, buffers_of, count_moments
-from graphs.allocators.caching import DEFAULT, CachingAllocator, DeviceFullError, Level, Rules
-from graphs.ir import Graph, Kind, Tensor
-from graphs.optimizers import MeasuredOptimizer, get_optimizer_memory, get_traced_optimizer
-from graphs.pools import DEVICE
-from graphs.schedule import Schedule, find_boundary
+from planner.graphs.addresses import Buffer, buffers_of, count_moments
+from planner.graphs.allocators.caching import DEFAULT, CachingAllocator, DeviceFullError, Level, Rules
+from planner.graphs.ir import Graph, Kind, Tensor
+from planner.graphs.optimizers import MeasuredOptimizer, get_optimizer_memory, get_traced_optimizer
+from planner.graphs.pools import DEVICE
+from planner.graphs.schedule import Schedule, find_boundary
 
 _STEPS = 3  # the first is cold, the second begins with the optimizer's state, the third shows the steady state
 _GRAIN_BYTES = 2 * 2**20  # of what the driver gives

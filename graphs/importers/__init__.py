@@ -8,11 +8,11 @@ See docs/formats.md.
 import os
 from pathlib import Path
 
-from graphs.errors import FormatError
-from graphs.importers import checkmate, moccasin, simrd
-from graphs.importers.simrd_lines import is_log
-from graphs.io.files import read_object
-from graphs.ir import Graph
+from planner.graphs.errors import FormatError
+from planner.graphs.importers import checkmate, moccasin, simrd
+from planner.graphs.importers.simrd_lines import is_log
+from planner.graphs.io.files import read_object
+from planner.graphs.ir import Graph
 
 
 def import_graph(path: str | os.PathLike[str]) -> Graph:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from msgspec import UNSET, Struct, UnsetType
 
-from graphs.errors import FormatError
-from graphs.io.documents import Finite, Natural, convert_document, refuse
-from graphs.ir import Graph, Kind, Op, Phase, Tensor
+from planner.graphs.errors import FormatError
+from planner.graphs.io.documents import Finite, Natural, convert_document, refuse
+from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 KIB = 1024
 UNITS_PER_S = 100_000  # a unit of time is 0.01 ms

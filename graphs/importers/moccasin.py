@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from graphs.errors import FormatError
-from graphs.io.documents import Natural, Seconds, convert_document, refuse, shorten
-from graphs.ir import Graph, Kind, Op, Phase, Tensor
+from planner.graphs.errors import FormatError
+from planner.graphs.io.documents import Natural, Seconds, convert_document, refuse, shorten
+from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 UNITS_PER_S = 1_000_000
 

@@ -22,8 +22,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
-from graphs.errors import FormatError
-from graphs.importers.simrd_lines import (
+from planner.graphs.errors import FormatError
+from planner.graphs.importers.simrd_lines import (
     AliasLine,
     AnnotateLine,
     CallLine,
@@ -38,9 +38,9 @@ from graphs.importers.simrd_lines import (
     parse_line,
     read_lines,
 )
-from graphs.importers.storages import ExecutionRecord, Storage
-from graphs.io.documents import refuse, shorten
-from graphs.ir import Graph, Phase
+from planner.graphs.importers.storages import ExecutionRecord, Storage
+from planner.graphs.io.documents import refuse, shorten
+from planner.graphs.ir import Graph, Phase
 
 _LARGEST = 2**63 - 1
 

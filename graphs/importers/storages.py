@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from graphs.ir import Graph, Kind, Op, Phase, Tensor
+from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 _RANDOM = re.compile(r"d?rou?pout|bernoulli|multinomial|randn?(_|$)|normal_$|uniform_$", re.IGNORECASE)
 

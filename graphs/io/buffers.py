@@ -10,10 +10,10 @@ import io
 import os
 from dataclasses import dataclass
 
-from graphs.addresses import AddressError, Buffer, Offsets
-from graphs.errors import FormatError
-from graphs.io.files import read_text, write_text
-from graphs.pools import DEVICE
+from planner.graphs.addresses import AddressError, Buffer, Offsets
+from planner.graphs.errors import FormatError
+from planner.graphs.io.files import read_text, write_text
+from planner.graphs.pools import DEVICE
 
 _NAMES = {"buffer": "id", "buffer_id": "id", "begin": "lower", "start": "lower", "end": "upper"}
 _NEEDED = ("id", "lower", "upper", "size")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, inspect
 
-from graphs.errors import FormatError
+from planner.graphs.errors import FormatError
 
 _LARGEST = 2**63 - 1
 _DEEPEST = 100

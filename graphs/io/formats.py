@@ -2,11 +2,11 @@
 
 import os
 
-from graphs.checks import check_sums
-from graphs.errors import GraphError
-from graphs.io.files import format_json, read_object, write_text
-from graphs.io.graph_document import build_from_dict, convert_to_dict
-from graphs.ir import Graph
+from planner.graphs.checks import check_sums
+from planner.graphs.errors import GraphError
+from planner.graphs.io.files import format_json, read_object, write_text
+from planner.graphs.io.graph_document import build_from_dict, convert_to_dict
+from planner.graphs.ir import Graph
 
 
 def read_graph(path: str | os.PathLike[str]) -> Graph:

@@ -5,8 +5,8 @@ from typing import TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from graphs.errors import GraphError
-from graphs.io.documents import (
+from planner.graphs.errors import GraphError
+from planner.graphs.io.documents import (
     GRAPH_FORMAT,
     VERSION,
     Finite,
@@ -20,9 +20,9 @@ from graphs.io.documents import (
     list_fields,
     refuse,
 )
-from graphs.ir import Graph, Kind, Op, Phase, Tensor
-from graphs.pools import COMPUTE, DEVICE, Pool
-from graphs.requests import MemoryRequest
+from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
+from planner.graphs.pools import COMPUTE, DEVICE, Pool
+from planner.graphs.requests import MemoryRequest
 
 _Ids: TypeAlias = tuple[Natural, ...]
 _Amounts: TypeAlias = tuple[tuple[str, Finite], ...]

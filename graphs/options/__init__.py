@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from graphs.checks import check_plain
-from graphs.ir import Graph, Tensor
-from graphs.options.transfers import find_transfers
-from graphs.pools import COMPUTE, DEVICE
+from planner.graphs.checks import check_plain
+from planner.graphs.ir import Graph, Tensor
+from planner.graphs.options.transfers import find_transfers
+from planner.graphs.pools import COMPUTE, DEVICE
 
 
 def remove_options(graph: Graph) -> Graph:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from graphs.ir import Graph
+from planner.graphs.ir import Graph
 
 COMPRESS = "compress"  # the option, and the first part of the target of its ops
 KEEP = f"{COMPRESS}.keep"  # prefix of the targets of ops that compress

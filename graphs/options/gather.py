@@ -17,11 +17,11 @@ happen.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from graphs.ir import Graph, Kind, Op, Phase, Tensor
-from graphs.options.option import Feature, GraphOption
-from graphs.options.surroundings import Surroundings
-from graphs.pools import COLLECTIVES, COMPUTE
-from graphs.requests import MemoryRequest
+from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
+from planner.graphs.options.option import Feature, GraphOption
+from planner.graphs.options.surroundings import Surroundings
+from planner.graphs.pools import COLLECTIVES, COMPUTE
+from planner.graphs.requests import MemoryRequest
 
 GATHER, REDUCE, ADD = "collective.gather", "collective.reduce", "collective.add"  # targets of ops
 

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from graphs.errors import GraphError
-from graphs.ir import Graph, Kind, Op
-from graphs.options.option import Feature, GraphOption, Need
-from graphs.options.placement import get_placement_with_options, is_on_devices_alone, is_placed
-from graphs.options.surroundings import Surroundings
-from graphs.options.transfers import OptionBuilder, Transfer, find_transfers
-from graphs.pools import DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
+from planner.graphs.errors import GraphError
+from planner.graphs.ir import Graph, Kind, Op
+from planner.graphs.options.option import Feature, GraphOption, Need
+from planner.graphs.options.placement import get_placement_with_options, is_on_devices_alone, is_placed
+from planner.graphs.options.surroundings import Surroundings
+from planner.graphs.options.transfers import OptionBuilder, Transfer, find_transfers
+from planner.graphs.pools import DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
 
 # Smaller tensors are not worth a transfer: PCIe needs 20 us, about the overhead of starting it and waiting for it.
 LEAST_BYTES = 2**20

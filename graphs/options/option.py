@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from graphs.errors import GraphError
-from graphs.ir import Graph
-from graphs.options.surroundings import Surroundings
-from graphs.schedule import Schedule
+from planner.graphs.errors import GraphError
+from planner.graphs.ir import Graph
+from planner.graphs.options.surroundings import Surroundings
+from planner.graphs.schedule import Schedule
 
 
 class Feature(StrEnum):

@@ -1,8 +1,8 @@
 """Splitting of a schedule into a forward pass, which ends with its results, and a backward pass."""
 
-from graphs.errors import ScheduleError
-from graphs.ir import TANGENT, Graph, Kind, Op, Phase
-from graphs.schedule import Compute, Free, Schedule, Step, find_boundary
+from planner.graphs.errors import ScheduleError
+from planner.graphs.ir import TANGENT, Graph, Kind, Op, Phase
+from planner.graphs.schedule import Compute, Free, Schedule, Step, find_boundary
 
 _TANGENT = f"{Kind.INPUT}_{TANGENT}"  # the gradient of the loss, as graphs name it
 

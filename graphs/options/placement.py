@@ -13,22 +13,22 @@ read a tensor that is written in place, since nothing orders a copy and the writ
 others. Kept tensors end on the main device. A replacement has the workspace of its op, unless another one was measured.
 
 Other options stay on the main device: optional ops that compute there come before these, transfers to the host
-(``graphs.options.offload``) after them. A replacement overwrites no input; its op may, if the schedule executes it.
+(``planner.graphs.options.offload``) after them. A replacement overwrites no input; its op may, if the schedule executes it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from graphs.errors import GraphError
-from graphs.ir import Graph, Kind, Op
-from graphs.options.option import Feature, GraphOption, Need
-from graphs.options.passes import order_by_passes
-from graphs.options.selection import remove_ops
-from graphs.options.surroundings import OtherDevice, Surroundings
-from graphs.options.transfers import OptionBuilder
-from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Channel, Pool, name_channel, name_stream
-from graphs.schedule import Schedule
+from planner.graphs.errors import GraphError
+from planner.graphs.ir import Graph, Kind, Op
+from planner.graphs.options.option import Feature, GraphOption, Need
+from planner.graphs.options.passes import order_by_passes
+from planner.graphs.options.selection import remove_ops
+from planner.graphs.options.surroundings import OtherDevice, Surroundings
+from planner.graphs.options.transfers import OptionBuilder
+from planner.graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Channel, Pool, name_channel, name_stream
+from planner.graphs.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

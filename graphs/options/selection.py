@@ -6,10 +6,10 @@ An op is known by its position, so removing some renumbers the others; names sta
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from graphs.errors import GraphError
-from graphs.ir import Graph, Op
-from graphs.pools import COMPUTE
-from graphs.schedule import Compute, Free, Schedule
+from planner.graphs.errors import GraphError
+from planner.graphs.ir import Graph, Op
+from planner.graphs.pools import COMPUTE
+from planner.graphs.schedule import Compute, Free, Schedule
 
 TRACED = "options"  # key of the provenance: the options that a graph was traced with
 LEFT_OUT = "left_out"  # key of the provenance: names of their ops that were dropped as useless

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Self
 
-from graphs.errors import GraphError
-from graphs.pools import DEVICE, HOST, Channel
-from graphs.units import format_bytes, format_seconds
+from planner.graphs.errors import GraphError
+from planner.graphs.pools import DEVICE, HOST, Channel
+from planner.graphs.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Surroundings:
     Attributes:
         link: between the device and the host; None if nothing is transferred there.
         host_bytes: pinned memory on the host that a step may use; None for no limit.
-        others: devices that ops may be placed on (``graphs.options.placement``).
+        others: devices that ops may be placed on (``planner.graphs.options.placement``).
 
     Raises:
         GraphError: an impossible value.

@@ -9,8 +9,8 @@ is an op of the program must run.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from graphs.ir import Graph, Op, Tensor
-from graphs.pools import TRANSFER, Channel
+from planner.graphs.ir import Graph, Op, Tensor
+from planner.graphs.pools import TRANSFER, Channel
 
 
 @dataclass(frozen=True, slots=True)

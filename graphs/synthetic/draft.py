@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from graphs.ir import Graph, Kind, Op, Phase, Tensor
+from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 
 @dataclass(slots=True)

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.synthetic.draft import Draft
+from planner.graphs.ir import Graph, Op, Phase, Tensor
+from planner.graphs.synthetic.draft import Draft
 
 MiB = 2**20
 

@@ -1,7 +1,7 @@
 """Small graphs from few parameters, with known optima."""
 
-from graphs.ir import Graph, Phase
-from graphs.synthetic.draft import Draft
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.synthetic.draft import Draft
 
 
 def make_chain(length: int) -> Graph:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphs.ir import Graph, Kind, Phase
-from graphs.synthetic.draft import Draft
+from planner.graphs.ir import Graph, Kind, Phase
+from planner.graphs.synthetic.draft import Draft
 
 _ITEM_BYTES = 4  # of a number
 # Rates of the device; the time of an op is the larger of its compute and its traffic.

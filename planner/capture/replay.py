@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from graphs.schedule import Compute, Schedule, schedule_of
 from planner.capture.frontend.preserved_state import preserve_tensor
 from planner.capture.frontend.random_states import list_gpus, preserve_random_states
 from planner.capture.lowering.lower import Capture
@@ -15,6 +14,7 @@ from planner.capture.program.program import Call
 from planner.capture.program.writer import PassWriter
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.capture.signature import Batch, list_leaves
+from planner.graphs.schedule import Compute, Schedule, schedule_of
 
 
 class RealStep:

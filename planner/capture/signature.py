@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphs.errors import MismatchError, NumberMismatchError, TraceError
+from planner.graphs.errors import MismatchError, NumberMismatchError, TraceError
 from planner.torch_private.core import pytree
 
 

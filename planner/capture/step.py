@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from graphs.errors import TraceError, quote
 from planner.capture.signature import Batch, list_target_names, split_arguments, split_returned
+from planner.graphs.errors import TraceError, quote
 
 LossFn = Callable[..., object]
 _EMPTY = "nothing, as the batch is empty"

@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from graphs.errors import TraceError
-from graphs.ir import Kind
-from graphs.optimizers import MeasuredOptimizer, get_optimizer_memory
 from planner.capture.frontend.eager_ops import refuse_cpu_only_kernels, separate_biases
 from planner.capture.frontend.joint import capture_compiled, capture_joint_graph, find_device
 from planner.capture.frontend.preserved_state import initialize_lazy_layers
@@ -29,6 +26,9 @@ from planner.capture.rewrites.layouts import record_eager_layouts
 from planner.capture.rewrites.outputs import fix_outputs
 from planner.capture.signature import Batch, Signature, check_batch, list_leaves
 from planner.capture.step import LossFn, TrainingStep, check_module, check_tensors
+from planner.graphs.errors import TraceError
+from planner.graphs.ir import Kind
+from planner.graphs.optimizers import MeasuredOptimizer, get_optimizer_memory
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant
@@ -52,7 +52,7 @@ def capture(  # noqa: PLR0913  # what a step consists of, and how it is captured
         loss_fn: a function from the model's output to the loss, or None if the model returns it: see ``TrainingStep``.
         batch: real or fake tensors, or nested lists, tuples and dicts of them: a sequence of positional arguments, or a mapping
             of named ones.
-        optimizer: a name in ``graphs.optimizers``, or a measured one: its state counts as static bytes.
+        optimizer: a name in ``planner.graphs.optimizers``, or a measured one: its state counts as static bytes.
         accumulate: count gradients of earlier batches as memory too.
         as_on_cuda: choose the kernels that CUDA would (attention), to plan without a GPU.
         name: name of the model, for the provenance.

@@ -4,14 +4,14 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from graphs.errors import BudgetError
-from graphs.units import format_bytes, format_ratio, format_seconds, parse_budget
 from planner.cli import argument_types, arguments as shared
+from planner.graphs.errors import BudgetError
+from planner.graphs.units import format_bytes, format_ratio, format_seconds, parse_budget
 from planner.plans.select_attributes import select_attributes
 
 if TYPE_CHECKING:
-    from graphs.addresses import Buffer
-    from solvers.addresses.solve import AddressResult
+    from planner.graphs.addresses import Buffer
+    from planner.solvers.addresses.solve import AddressResult
 
 _COLUMNS = ("status", "capacity_bytes", "height_bytes", "bound_bytes", "gap", "seconds")
 
@@ -50,9 +50,9 @@ def add(commands: shared.Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Find addresses, and write them if asked to. Returns the exit code."""
-    from graphs.io.buffers import read_buffers, write_offsets
-    from graphs.io.files import check_writable
-    from solvers.addresses.solve import solve
+    from planner.graphs.io.buffers import read_buffers, write_offsets
+    from planner.graphs.io.files import check_writable
+    from planner.solvers.addresses.solve import solve
 
     table = read_buffers(arguments.buffers)
     if arguments.output is not None:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from graphs.errors import BudgetError, ModelError, UsageError
-from graphs.units import explain_comma, parse_budget, parse_fraction, parse_rate
 from planner.capture.workload.workload import ModelSpec, parse_spec
+from planner.graphs.errors import BudgetError, ModelError, UsageError
+from planner.graphs.units import explain_comma, parse_budget, parse_fraction, parse_rate
 from planner.settings.budget import read_budget
-from solvers.registry import check_solver
+from planner.solvers.registry import check_solver
 
 Parsed = TypeVar("Parsed")
 

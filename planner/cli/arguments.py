@@ -15,23 +15,23 @@ from difflib import get_close_matches
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
-from graphs.errors import UsageError, suggest
-from graphs.escape import escape_lines, escape_text
-from graphs.optimizers import OPTIMIZERS
 from planner.capture.options import OPTIONS, list_step_option_names
 from planner.cli import argument_types
+from planner.graphs.errors import UsageError, suggest
+from planner.graphs.escape import escape_lines, escape_text
+from planner.graphs.optimizers import OPTIMIZERS
 from planner.plans.select_attributes import select_attributes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import DEVICES
 from planner.settings.option_settings import LINK, OptionSettings, build_option_settings
 from planner.settings.plan import PlanSettings
 from planner.show.views.text import format_aligned
+from planner.solvers.tolerance import Tolerance
 from planner.studies.workload_tracing import Tracing
-from solvers.tolerance import Tolerance
 
 if TYPE_CHECKING:
-    from graphs.ir import Graph
     from planner.capture.workload.workload import ModelSpec
+    from planner.graphs.ir import Graph
     from planner.progress import LineView
     from planner.studies.settings import StudySettings
 
@@ -358,7 +358,7 @@ def trace_model(model: "ModelSpec", arguments: argparse.Namespace, progress: "Li
 
 def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
     """Print the file that `graph` was written to, and its sizes, step time and peak without recomputation."""
-    from graphs.units import format_bytes, format_seconds
+    from planner.graphs.units import format_bytes, format_seconds
     from planner.plans.summary import summarize
 
     summary = summarize(graph)
@@ -386,7 +386,7 @@ def print_result(
     Args:
         written: the written files. If one of them is the standard output, nothing else is printed there.
     """
-    from graphs.io.files import is_stdout
+    from planner.graphs.io.files import is_stdout
 
     out = sys.stderr if any(path is not None and is_stdout(path) for path in written) else sys.stdout
     print(json.dumps(data(*given), indent=2) if arguments.json else escape_lines(text(*given)), file=out)

@@ -9,14 +9,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphs.errors import UsageError
 from planner.cli import argument_types, arguments as shared
+from planner.graphs.errors import UsageError
 from planner.settings.counted_memory import CountedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from graphs.ir import Graph
+    from planner.graphs.ir import Graph
     from planner.progress import LineView
     from planner.settings.option_settings import OptionSettings
     from planner.studies.comparison_rows import ComparisonRow
@@ -77,8 +77,8 @@ def add(commands: shared.Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compute the missing rows, then write table and figures; return the exit code."""
-    from graphs.io.files import check_folder
     from planner.cli.interrupt import StopOnInterrupt
+    from planner.graphs.io.files import check_folder
     from planner.progress import LineView
     from planner.show.views.figures import can_plot
     from planner.studies.compare import parse_methods
@@ -133,8 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _name_least(rows: "Sequence[ComparisonRow]") -> str:
     """Return a line with the least feasible budget where some budgets are below it; "" if none is."""
+    from planner.solvers.result import Status
     from planner.studies.comparison_rows import OPTIMUM
-    from solvers.result import Status
 
     refused = [row for row in rows if row.method == OPTIMUM and row.status == Status.INFEASIBLE]
     return f"\n{OPTIMUM}: {max(refused, key=lambda row: row.budget_bytes or 0).message}" if refused else ""
@@ -142,7 +142,7 @@ def _name_least(rows: "Sequence[ComparisonRow]") -> str:
 
 def _explain_inapplicable(rows: "Sequence[ComparisonRow]") -> str:
     """Return a line for each method that does not apply to the graph; "" if all do."""
-    from solvers.result import Reason
+    from planner.solvers.result import Reason
 
     why = {row.method: row.message for row in rows if row.reason == Reason.INAPPLICABLE}
     return "".join(f"\n{method}: {message}" for method, message in why.items())
@@ -233,7 +233,7 @@ def _measure(
 
 
 def _get_graph(arguments: argparse.Namespace, options: "OptionSettings", progress: "LineView") -> "tuple[Graph, str]":
-    from graphs.io.formats import read_graph
+    from planner.graphs.io.formats import read_graph
 
     if arguments.model.endswith(".json"):
         graph = read_graph(arguments.model)

@@ -50,15 +50,15 @@ def add(commands: shared.Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Solve at every budget, and write and plot the curve if requested; return the exit code."""
-    from graphs.io.files import check_writable
-    from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
+    from planner.graphs.io.files import check_writable
+    from planner.graphs.io.formats import read_graph
     from planner.progress import LineView
     from planner.show.views.figures import check_plot, save_figure
+    from planner.solvers.result import Status
     from planner.studies.curve import CurveRow, solve_curve
     from planner.studies.curve_table import build_curve_data
     from planner.studies.rows import write_rows
-    from solvers.result import Status
 
     graph = read_graph(arguments.graph)
     if arguments.output is not None:

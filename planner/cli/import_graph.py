@@ -27,9 +27,9 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the file, and write it as a graph; return the exit code."""
-    from graphs.importers import import_graph
-    from graphs.io.files import check_writable
-    from graphs.io.formats import write_graph
+    from planner.graphs.importers import import_graph
+    from planner.graphs.io.files import check_writable
+    from planner.graphs.io.formats import write_graph
     from planner.progress import LineView
 
     check_writable(arguments.output, arguments.file, suffix=".json")

@@ -2,9 +2,9 @@
 
 import argparse
 
-from graphs.errors import UsageError
 from planner.cli import argument_types
 from planner.cli.arguments import DONE, Commands, add_command, print_result
+from planner.graphs.errors import UsageError
 
 
 def add(commands: Commands) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from graphs.errors import PlannerError, TraceError
-from graphs.ir import Graph
-from graphs.units import format_bytes, format_seconds
 from planner.capture.workload.workload import ModelSpec
+from planner.graphs.errors import PlannerError, TraceError
+from planner.graphs.ir import Graph
+from planner.graphs.units import format_bytes, format_seconds
 from planner.measure.link_rates import link_alone
 from planner.measure.machine import describe_machine
 from planner.measure.tracing import trace

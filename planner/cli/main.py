@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import shtab
 
-from graphs.errors import InfeasibleError, LimitError, PlannerError, UsageError
 from planner.capture.workload.workload import ModelSpec, find_file
 from planner.cli import (
     addresses,
@@ -35,6 +34,7 @@ from planner.cli import (
 )
 from planner.cli.arguments import DONE, FAILED, INFEASIBLE, INTERRUPTED, LIMIT, USAGE, Command, Parser, print_error
 from planner.errors import how_to_install
+from planner.graphs.errors import InfeasibleError, LimitError, PlannerError, UsageError
 from planner.runtime.allocator_failure import find_allocator_failure
 
 # In the order of the help.

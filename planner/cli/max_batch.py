@@ -5,8 +5,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from graphs.errors import UsageError
 from planner.cli import argument_types, arguments as shared
+from planner.graphs.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,7 +138,7 @@ def _search_modelled_then_measured(
 
     Measuring a step that fills the memory of a CPU takes minutes. After an interrupt the modelled result is returned.
     """
-    from graphs.errors import InfeasibleError, LimitError
+    from planner.graphs.errors import InfeasibleError, LimitError
 
     modelled: tuple[LargestSize, ...] = ()
     with suppress(InfeasibleError, LimitError):

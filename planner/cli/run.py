@@ -3,9 +3,9 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from graphs.errors import ModelError, UsageError
 from planner.capture.workload.workload import ModelSpec, parse_spec
 from planner.cli import argument_types, arguments as shared
+from planner.graphs.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     from planner.measure.run_plan import RunReport

@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphs.errors import UsageError
 from planner.cli import argument_types
 from planner.cli.arguments import DONE, Commands, add_command, print_result
+from planner.graphs.errors import UsageError
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
@@ -34,8 +34,8 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the requested files; return the exit code."""
-    from graphs.io.files import check_writable
-    from graphs.io.formats import read_graph
+    from planner.graphs.io.files import check_writable
+    from planner.graphs.io.formats import read_graph
     from planner.plans.plan import read_plan
     from planner.plans.plan_check import apply_plan_options
     from planner.show.facts.timeline import Timeline

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _describe_device(peak: "DevicePeak", plan: "Plan | None", listed: int) -> str:
-    from graphs.units import format_bytes, format_ratio
+    from planner.graphs.units import format_bytes, format_ratio
     from planner.show.views.text import format_aligned, format_table
 
     where = "before the first" if peak.at_action is None else f"at action {peak.at_action + 1:,}"

@@ -4,14 +4,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphs.errors import UsageError
 from planner.cli import argument_types, arguments as shared
+from planner.graphs.errors import UsageError
 from planner.settings.plan import select_settings
-from solvers.tolerance import WIDENING
+from planner.solvers.tolerance import WIDENING
 
 if TYPE_CHECKING:
-    from graphs.ir import Graph
-    from solvers.windows.params import WindowsParams
+    from planner.graphs.ir import Graph
+    from planner.solvers.windows.params import WindowsParams
 
 
 def add(commands: shared.Commands) -> None:
@@ -92,8 +92,8 @@ def _add_limits(parser: shared.Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Solve, and write the plan if requested; return the exit code."""
-    from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
+    from planner.graphs.io.formats import read_graph
     from planner.plans.document import write_plan
     from planner.plans.plan import name_graph
     from planner.plans.solve import solve
@@ -130,8 +130,8 @@ def _choose_output(arguments: argparse.Namespace) -> str:
     Raises:
         OutputError, UsageError: it cannot be written, or what is there already is no plan.
     """
-    from graphs.errors import FormatError
-    from graphs.io.files import check_writable
+    from planner.graphs.errors import FormatError
+    from planner.graphs.io.files import check_writable
     from planner.plans.plan import read_plan
 
     graph = Path(arguments.graph)
@@ -152,7 +152,7 @@ def _build_params(arguments: argparse.Namespace) -> "WindowsParams | None":
         return None
     if arguments.solver != "windows":
         raise UsageError("--params holds parameters of the solver windows: leave it out, or use --solver windows")
-    from solvers.windows.params import WindowsParams
+    from planner.solvers.windows.params import WindowsParams
 
     return WindowsParams.from_toml(arguments.params)
 
@@ -166,7 +166,7 @@ def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
     from planner.plans.solve import order_for
     from planner.plans.summary import summarize
     from planner.settings.budget import read_budget
-    from solvers.baselines.checkmate import write_model
+    from planner.solvers.baselines.checkmate import write_model
 
     graph = apply_options(graph, ())
     peak_bytes = summarize(graph).keep_everything_peak_bytes

@@ -3,7 +3,7 @@
 import argparse
 
 from planner.cli.arguments import DONE, Commands, add_command, format_table, print_result
-from solvers.registry import SOLVERS, Entry
+from planner.solvers.registry import SOLVERS, Entry
 
 
 def add(commands: Commands) -> None:

@@ -45,9 +45,9 @@ def add(commands: shared.Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trace, and write the graph; return the exit code."""
-    from graphs.io.files import check_writable
-    from graphs.io.formats import write_graph
     from planner.capture.options import check_traced
+    from planner.graphs.io.files import check_writable
+    from planner.graphs.io.formats import write_graph
     from planner.progress import LineView
 
     check_traced(arguments.options)

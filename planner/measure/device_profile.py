@@ -8,10 +8,6 @@ from typing import Any
 
 import torch
 
-from graphs.errors import CopyError, DeviceError, GraphError
-from graphs.options.option import Feature, Need
-from graphs.options.placement import find_fixed
-from graphs.options.surroundings import OtherDevice
 from planner.capture.frontend.preserved_state import has_same_values
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import compute_allocated_bytes
@@ -20,6 +16,10 @@ from planner.capture.program.builder import PassBuilder
 from planner.capture.program.other_device import move_calls
 from planner.capture.program.program import Ref
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
+from planner.graphs.errors import CopyError, DeviceError, GraphError
+from planner.graphs.options.option import Feature, Need
+from planner.graphs.options.placement import find_fixed
+from planner.graphs.options.surroundings import OtherDevice
 from planner.measure.profile import MeasuredOp, find_distinct_ops, isolate_ops
 from planner.measure.steps import wait_for_device
 from planner.measure.timing import compute_typical, time_call

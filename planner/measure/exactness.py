@@ -6,11 +6,11 @@ from functools import partial
 
 import torch
 
-from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.differences import describe_differing
 from planner.capture.program.program import Call, Comparable, Ref
 from planner.capture.replay import RealStep
+from planner.graphs.ir import Op
 
 
 def needs_comparison(capture: Capture) -> bool:

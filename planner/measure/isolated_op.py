@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.program.builder import PassBuilder
 from planner.capture.program.program import Argument, Call, OpCalls, Program, Ref, Shared, read_by
 from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
+from planner.graphs.ir import Op
 from planner.native.passes import SwitchedPass
 from planner.torch_private.core import OpOverload
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphs.ir import Graph
+from planner.graphs.ir import Graph
 from planner.measure.timing import compute_typical
 from planner.memory.reserved import needs_libraries
 from planner.runtime.allocator import MemoryRise, measure_memory_rise

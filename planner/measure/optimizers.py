@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from graphs.errors import PlannerError, UsageError, quote
-from graphs.optimizers import OPTIMIZERS, MeasuredOptimizer
 from planner.capture.step import TrainingStep
+from planner.graphs.errors import PlannerError, UsageError, quote
+from planner.graphs.optimizers import OPTIMIZERS, MeasuredOptimizer
 from planner.torch_private.core import FakeTensorMode, StorageWeakRef, TorchDispatchMode, list_parts, pytree
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

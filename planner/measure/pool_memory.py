@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import torch
 
-from graphs.pools import HOST
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.replay import collect_written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
+from planner.graphs.pools import HOST
 from planner.measure.steps import Isolated, MemoryUse, Step, measure_memory, run_both
 from planner.runtime.allocator import Allocation, compute_rise, measure_memory_rise, record_cpu_allocations
 from planner.runtime.executor import Executor

@@ -18,15 +18,15 @@ from functools import partial
 
 import torch
 
-from graphs.errors import PlannerError, first_line
-from graphs.ir import Kind, Op, Tensor
-from graphs.requests import MemoryRequest
-from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.random_states import RandomStates, list_gpus, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import compute_allocated_bytes, format_dtype
 from planner.capture.options.additions import get_value
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
+from planner.graphs.errors import PlannerError, first_line
+from planner.graphs.ir import Kind, Op, Tensor
+from planner.graphs.requests import MemoryRequest
+from planner.graphs.short_tracebacks import warn_caller
 from planner.measure.isolated_op import IsolatedOp, OpFunction
 from planner.measure.kernel_settings import SETTINGS, collect_kernel_settings, format_settings
 from planner.measure.roofline import model_composed, model_node
@@ -69,7 +69,7 @@ class OpCost:
         workspace_bytes: memory besides inputs and outputs.
         outputs: layout of each output; None if it is no tensor.
         repeats: False if a second execution would give other bits.
-        requests, host_s: as in ``graphs.ir.Op``.
+        requests, host_s: as in ``planner.graphs.ir.Op``.
     """
 
     time_s: float = 0.0

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.ir import Graph
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.capture.options.traced import measure_uses
 from planner.capture.program.program import Composed, Repeated
 from planner.capture.rewrites.outputs import list_tensors
+from planner.graphs.ir import Graph
 from planner.settings.devices import DeviceSpec, model_op_time_s, model_workspace_bytes
 from planner.torch_private.core import StorageWeakRef, TorchDispatchMode
 

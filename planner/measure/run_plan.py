@@ -6,14 +6,6 @@ from statistics import median
 
 from torch import nn
 
-from graphs.errors import UsageError, quote
-from graphs.optimizers import get_traced_optimizer
-from graphs.options import extract_eager_program
-from graphs.options.option import Feature
-from graphs.pools import HOST
-from graphs.schedule import keep_everything
-from graphs.short_tracebacks import shorten_traceback
-from graphs.units import format_bytes, format_seconds
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import parse_option
@@ -22,6 +14,14 @@ from planner.capture.replay import collect_written_tensors
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import UsageError, quote
+from planner.graphs.optimizers import get_traced_optimizer
+from planner.graphs.options import extract_eager_program
+from planner.graphs.options.option import Feature
+from planner.graphs.pools import HOST
+from planner.graphs.schedule import keep_everything
+from planner.graphs.short_tracebacks import shorten_traceback
+from planner.graphs.units import format_bytes, format_seconds
 from planner.measure import steps as measure
 from planner.measure.pool_memory import measure_other_peaks, measure_peak
 from planner.measure.tracing import capture_step, restore_recorded

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from graphs.errors import GraphError
-from graphs.ir import Graph
+from planner.graphs.errors import GraphError
+from planner.graphs.ir import Graph
 
 Sizes = tuple[int, ...]
 Floats = NDArray[np.float64]

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from graphs.ir import Op, Tensor
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import compute_allocated_bytes
+from planner.graphs.ir import Op, Tensor
 
 # Key in the provenance of a graph: [id, bytes] of each tensor whose kernel allocates another size than its shape needs.
 ALLOCATED = "allocated_bytes"

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from graphs.ir import Graph, Kind
-from graphs.options import extract_eager_program
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.capture.program.numbers import Number
 from planner.capture.program.program import Call, Program, Ref, Shared, Statement, read_by
+from planner.graphs.ir import Graph, Kind
+from planner.graphs.options import extract_eager_program
 from planner.memory.reserved import predict_eager_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.torch_private.core import OpOverload, disable_current_modes

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.walks import walk
 from planner.capture.frontend.preserved_state import UndoWrites, has_same_values, preserve_training_state
 from planner.capture.signature import Batch, call, detach_batch, list_leaves, split_arguments
+from planner.graphs.walks import walk
 from planner.measure.machine import describe_machine
 from planner.plans.eager import Difference
 from planner.runtime.allocator import measure_memory_rise

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from graphs.ir import Graph
-from graphs.short_tracebacks import shorten_traceback
 from planner.capture.frontend.preserved_state import initialize_lazy_layers
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import check_traced
@@ -18,6 +16,8 @@ from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture, capture_kernels
 from planner.capture.workload.models import Workload
+from planner.graphs.ir import Graph
+from planner.graphs.short_tracebacks import shorten_traceback
 from planner.measure.device_profile import profile_other_devices as measured_devices
 from planner.measure.exactness import mark_exact_ops, needs_comparison
 from planner.measure.link_rates import link_during_step

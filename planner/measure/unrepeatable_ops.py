@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from graphs.ir import Op
-from graphs.short_tracebacks import warn_caller
 from planner.capture.checksum import compute_checksum
 from planner.capture.frontend.random_states import RandomStates
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
+from planner.graphs.ir import Op
+from planner.graphs.short_tracebacks import warn_caller
 from planner.torch_private.core import OpOverload
 
 # Key in the provenance of a graph: ids of the ops that are executed once for this reason.

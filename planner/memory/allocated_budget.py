@@ -4,20 +4,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from graphs.ir import Graph
-from graphs.reordering import Reordering, keep_program_order, permute
-from graphs.schedule import Schedule
-from graphs.simulate import simulate
 from planner.capture.options import order_as_executed
+from planner.graphs.ir import Graph
+from planner.graphs.reordering import Reordering, keep_program_order, permute
+from planner.graphs.schedule import Schedule
+from planner.graphs.simulate import simulate
 from planner.memory.arena_rules import build_arena_rules
 from planner.memory.reserved import is_on_cuda
 from planner.settings.plan import PlanSettings
-from solvers.arena.solve import solve_in_arena
-from solvers.order.reorder import reorder_by
-from solvers.order.solve import OrderSearch, SolvedOrder, solve_in, solve_in_best_order, solve_reordered
-from solvers.registry import Solver, get_solver
-from solvers.request import Request
-from solvers.result import Result
+from planner.solvers.arena.solve import solve_in_arena
+from planner.solvers.order.reorder import reorder_by
+from planner.solvers.order.solve import OrderSearch, SolvedOrder, solve_in, solve_in_best_order, solve_reordered
+from planner.solvers.registry import Solver, get_solver
+from planner.solvers.request import Request
+from planner.solvers.result import Result
 
 # Other solvers are baselines: in program order, unless requested otherwise.
 REORDERED = frozenset({"windows"})

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.addresses import Buffer, Offsets, live_bytes
-from graphs.allocators.caching import BLOCK_BYTES
-from graphs.allocators.steering import LEAST_GRAIN_BYTES, Hole, Steering, compute_least_hole_bytes, is_placed, steer
-from graphs.allocators.training import Training
-from graphs.ir import Graph, Kind
-from solvers.addresses.solve import solve
-from solvers.arena.needs import ArenaRules
+from planner.graphs.addresses import Buffer, Offsets, live_bytes
+from planner.graphs.allocators.caching import BLOCK_BYTES
+from planner.graphs.allocators.steering import LEAST_GRAIN_BYTES, Hole, Steering, compute_least_hole_bytes, is_placed, steer
+from planner.graphs.allocators.training import Training
+from planner.graphs.ir import Graph, Kind
+from planner.solvers.addresses.solve import solve
+from planner.solvers.arena.needs import ArenaRules
 
 ALIGNMENT = 64  # that of PyTorch's CPU allocator, by which kernels choose how they compute
 LEAST_BYTES = 1024  # smaller requests stay with the C library: they are many, and would leave gaps between large ones

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
-from graphs.errors import BudgetError
-from graphs.units import format_bytes
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.capture.rewrites.outputs import get_storage
+from planner.graphs.errors import BudgetError
+from planner.graphs.units import format_bytes
 from planner.memory.free_memory import free_bytes
 
 # Reserve by device type: bytes, and a share of the free memory. CUDA: workspaces of cuBLAS (32 MiB on Hopper for each of two

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from graphs.errors import BudgetError
+from planner.graphs.errors import BudgetError
 from planner.settings.budget import Bytes
 
 Found = TypeVar("Found")

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from graphs.errors import PlannerError
+from planner.graphs.errors import PlannerError
 
 _PROCESS = Path("/proc/self")
 _STATUS_FIELD = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)

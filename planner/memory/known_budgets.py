@@ -7,23 +7,23 @@ least budgets for one graph, and a solve for a named budget could end without a 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from graphs.ir import Graph
-from graphs.options.selection import list_exact_ops
-from graphs.options.surroundings import Link, Surroundings
-from graphs.schedule import Schedule
-from graphs.simulate import simulate
-from graphs.units import UNLIMITED_BYTES, format_bytes, format_enough
 from planner.capture.options import apply_options, get_option, list_options_to_try, order_as_executed
+from planner.graphs.ir import Graph
+from planner.graphs.options.selection import list_exact_ops
+from planner.graphs.options.surroundings import Link, Surroundings
+from planner.graphs.schedule import Schedule
+from planner.graphs.simulate import simulate
+from planner.graphs.units import UNLIMITED_BYTES, format_bytes, format_enough
 from planner.memory.allocated_budget import REORDERED
 from planner.memory.least_budget import LeastBudget, find_least_budget
 from planner.memory.reserved import is_on_cuda, predict_beside, predict_counted_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
-from solvers.bounds import bound_least_budget
-from solvers.clock import measure_rest
-from solvers.order.solve import SolvedOrder
-from solvers.request import Request, Start
-from solvers.result import Reason, Result, SolveProgress, Status
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.clock import measure_rest
+from planner.solvers.order.solve import SolvedOrder
+from planner.solvers.request import Request, Start
+from planner.solvers.result import Reason, Result, SolveProgress, Status
 
 _TIGHT = 1.15  # times the bound on the least budget: for budgets below, the least budget is looked for before the solve
 _TIGHT_SHARE = 0.5  # of the clock, at most, for that

@@ -8,25 +8,25 @@ solve at that budget has the schedule that proves it feasible.
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from graphs.errors import ScheduleError
-from graphs.ir import Graph
-from graphs.options import extract_eager_program
-from graphs.options.selection import TRACED
-from graphs.reordering import Reordering, keep_program_order, permute
-from graphs.schedule import Schedule
-from graphs.simulate import simulate
+from planner.graphs.errors import ScheduleError
+from planner.graphs.ir import Graph
+from planner.graphs.options import extract_eager_program
+from planner.graphs.options.selection import TRACED
+from planner.graphs.reordering import Reordering, keep_program_order, permute
+from planner.graphs.schedule import Schedule
+from planner.graphs.simulate import simulate
 from planner.memory.allocated_budget import build_solver_in_order
 from planner.memory.reserved import choose_arena, predict_beside, predict_counted_bytes
 from planner.memory.reserved_budget import solve_counted
 from planner.settings.counted_memory import CountedMemory
-from solvers.bounds import bound_least_budget
-from solvers.clock import WorkClock, measure_rest
-from solvers.least import find_least_known, narrow_bracket
-from solvers.order.reorder import find_order
-from solvers.pass_ends import add_pass_ends
-from solvers.request import Request
-from solvers.result import Status
-from solvers.tolerance import Tolerance
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.clock import WorkClock, measure_rest
+from planner.solvers.least import find_least_known, narrow_bracket
+from planner.solvers.order.reorder import find_order
+from planner.solvers.pass_ends import add_pass_ends
+from planner.solvers.request import Request
+from planner.solvers.result import Status
+from planner.solvers.tolerance import Tolerance
 
 # Units of work: for the order of the ops; in each order, for schedules without a program; for the solves after that.
 _ORDER, _KNOWN, _SOLVES = 2.0, 1.0, 1.0

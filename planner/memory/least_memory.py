@@ -4,14 +4,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from graphs.options import remove_options
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from solvers.bounds import bound_least_budget
-from solvers.clock import measure_rest
-from solvers.registry import Solver
-from solvers.request import Request
-from solvers.result import Result, SolveProgress, Status, decide_status, get_tolerance
+from planner.graphs.options import remove_options
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.clock import measure_rest
+from planner.solvers.registry import Solver
+from planner.solvers.request import Request
+from planner.solvers.result import Result, SolveProgress, Status, decide_status, get_tolerance
 
 _PRECISION = 0.01  # of the budget found: where the bisection ends
 _SEARCH_SHARE = 0.75  # of the clock: the rest is for the fastest schedule at the budget found

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
-from graphs.addresses import Buffer
-from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
-from graphs.allocators.glibc import GlibcAllocator
-from graphs.allocators.steering import Steering
-from graphs.allocators.training import (
+from planner.graphs.addresses import Buffer
+from planner.graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
+from planner.graphs.allocators.glibc import GlibcAllocator
+from planner.graphs.allocators.steering import Steering
+from planner.graphs.allocators.training import (
     Training,
     Usage,
     combine_passes,
@@ -28,20 +28,20 @@ from graphs.allocators.training import (
     training_of,
     usage_of,
 )
-from graphs.ir import Graph, Kind
-from graphs.optimizers import get_optimizer_memory, get_traced_optimizer
-from graphs.options import extract_eager_program
-from graphs.options.option import Feature
-from graphs.pools import DEVICE
-from graphs.schedule import Schedule, keep_everything
-from graphs.simulate import simulate
-from graphs.units import format_bytes, format_enough
+from planner.graphs.ir import Graph, Kind
+from planner.graphs.optimizers import get_optimizer_memory, get_traced_optimizer
+from planner.graphs.options import extract_eager_program
+from planner.graphs.options.option import Feature
+from planner.graphs.pools import DEVICE
+from planner.graphs.schedule import Schedule, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_bytes, format_enough
 from planner.memory.arena_rules import bound_slab_bytes, plan_device_arena
 from planner.memory.reserved_prediction import Reserved
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import CONTEXT_BYTES, USUAL_CONTEXT_BYTES, find_device
-from solvers.order.peak import keep_everything_peak_bytes
+from planner.solvers.order.peak import keep_everything_peak_bytes
 
 # parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp: :4096:2:16:8, and 32 MiB on Hopper.
 _WORKSPACE_BYTES, _HOPPER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024, 32 * 2**20

@@ -13,20 +13,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from graphs.pools import DEVICE
-from graphs.reordering import keep_program_order
-from graphs.schedule import Compute, Schedule
-from graphs.simulate import simulate
-from graphs.units import format_bytes, format_enough
+from planner.graphs.pools import DEVICE
+from planner.graphs.reordering import keep_program_order
+from planner.graphs.schedule import Compute, Schedule
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_bytes, format_enough
 from planner.memory.fit import Bracket
 from planner.memory.reserved import DeviceTraining, choose_arena, predict_beside
 from planner.settings.counted_memory import CountedMemory
-from solvers.clock import measure_rest
-from solvers.margins import Margins, MarginSearch, add_margins
-from solvers.order.solve import SolvedOrder
-from solvers.request import Request, Start
-from solvers.result import SOLVED, Ending, Reason, Result, SolveProgress, Status, decide_status, is_within
-from solvers.tolerance import Tolerance
+from planner.solvers.clock import measure_rest
+from planner.solvers.margins import Margins, MarginSearch, add_margins
+from planner.solvers.order.solve import SolvedOrder
+from planner.solvers.request import Request, Start
+from planner.solvers.result import SOLVED, Ending, Reason, Result, SolveProgress, Status, decide_status, is_within
+from planner.solvers.tolerance import Tolerance
 
 _SOLVES = 20  # without margins
 _FIRST = 0.5  # of the clock, for the first solve, whose bound holds for all schedules that fit

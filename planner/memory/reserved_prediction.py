@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from graphs.units import format_bytes
+from planner.graphs.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-// The ledger of evictions of the eager runtime: solvers.online.ledger and solvers.online.heuristics define what each method and
-// heuristic does; both choose the same storages, and a test drives them side by side.
+// The ledger of evictions of the eager runtime: planner.solvers.online.ledger and planner.solvers.online.heuristics define what
+// each method and heuristic does; both choose the same storages, and a test drives them side by side.
 //
 // Costs of neighbourhoods that are classes of a union-find are added up when they are asked for, because a storage has few
 // neighbours. Those that are regions are kept until they change. Each choice looks at all candidates: a score takes nanoseconds.
@@ -473,7 +473,8 @@ class Ledger final : public EvictionLedger {
     }
   }
 
-  // Visits the storages that one reaches through evicted ones, in the order in which solvers.online.heuristics adds up their costs.
+  // Visits the storages that one reaches through evicted ones, in the order in which planner.solvers.online.heuristics adds up
+  // their costs.
   template <typename Visit>
   void each_reachable(int64_t from, Ids Storage::*onward, Visit visit) {
     const auto search = ++searches_;

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from graphs.errors import PlannerError, first_line
+from planner.graphs.errors import PlannerError, first_line
 
 _LOGGER = logging.getLogger(__name__)
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
@@ -61,7 +61,7 @@ class Library:
         new_stored_values: returns a state of objects, names and some tensors among them; `any` stands for values that do not
             matter.
         find_unchanged: returns the list of these tensors if all is as in a state, else None.
-        ledger: the type of ledgers, with the methods of ``solvers.online.ledger.Ledger`` that the eager runtime calls.
+        ledger: the type of ledgers, with the methods of ``planner.solvers.online.ledger.Ledger`` that the eager runtime calls.
         memory, recomputation, sources: the types that ``planner.train.eager.storages`` describes.
         step_log: the type that ``planner.train.eager.step_log`` describes.
     """

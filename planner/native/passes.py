@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from graphs.short_tracebacks import raise_at
 from planner.capture.program.builder import Line, Pass, run_within
+from planner.graphs.short_tracebacks import raise_at
 from planner.native.library import Library, find_library
 from planner.native.lowering import FlatProgram, lower_pass
 

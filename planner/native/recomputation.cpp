@@ -1,7 +1,7 @@
 // Recomputation of evicted storages, and of the storages that they need and that are not resident.
 //
 // No recursion: a chain of in-place writes may be longer than the stack. The outputs that are wanted come last, as in the replay of
-// solvers.baselines.common.online, so that the runtime evicts what the replay of its step evicts.
+// planner.solvers.baselines.common.online, so that the runtime evicts what the replay of its step evicts.
 
 #include "recomputation.h"
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from graphs.ir import Kind
 from planner.capture.guards.python_guards import PythonGuards
 from planner.capture.guards.replaced_names import ABSENT, Table
 from planner.capture.guards.stored_values import ANY, is_constant
 from planner.capture.program.program import Source
+from planner.graphs.ir import Kind
 from planner.native.library import Library, find_library
 
 _TRIES = 3  # a step that differs each time is not looked at again

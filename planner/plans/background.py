@@ -18,14 +18,14 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from graphs.errors import PlannerError
-from graphs.ir import Graph
+from planner.graphs.errors import PlannerError
+from planner.graphs.ir import Graph
 from planner.plans.plan import Plan
 from planner.plans.solve import solve_graph
 from planner.settings.budget import Budget
 from planner.settings.plan import PlanSettings
-from solvers.child_process import ChildProcess, connect_to_parent, describe_error
-from solvers.request import Start
+from planner.solvers.child_process import ChildProcess, connect_to_parent, describe_error
+from planner.solvers.request import Start
 
 _LOWEST = 19  # steps of lower priority than the training process
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from graphs.errors import BudgetError, FormatError, OutputError, PlannerError
-from graphs.io.files import check_writable
-from graphs.short_tracebacks import warn_caller
-from graphs.units import format_bytes
+from planner.graphs.errors import BudgetError, FormatError, OutputError, PlannerError
+from planner.graphs.io.files import check_writable
+from planner.graphs.short_tracebacks import warn_caller
+from planner.graphs.units import format_bytes
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan, read_plan
 from planner.settings.budget import Budget, Overhead

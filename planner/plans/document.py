@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from graphs.errors import FormatError, MismatchError
-from graphs.io.documents import (
+from planner.graphs.errors import FormatError, MismatchError
+from planner.graphs.io.documents import (
     PLAN_FORMAT,
     VERSION,
     Natural,
@@ -21,13 +21,13 @@ from graphs.io.documents import (
     list_fields,
     refuse,
 )
-from graphs.io.files import format_json, write_text
-from graphs.schedule import Compute, Free, Schedule, Step
+from planner.graphs.io.files import format_json, write_text
+from planner.graphs.schedule import Compute, Free, Schedule, Step
 from planner.memory.reserved_prediction import Reserved
 from planner.plans.eager import Difference, DifferingOp, EagerComparison
 from planner.plans.record import GraphSummary, PlanRecord
 from planner.settings.counted_memory import CountedMemory
-from solvers.result import SOLVED, Ending, Status, get_tolerance
+from planner.solvers.result import SOLVED, Ending, Status, get_tolerance
 
 
 class PlanStatus(StrEnum):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from graphs.units import format_bytes, format_seconds
+from planner.graphs.units import format_bytes, format_seconds
 
 _NAMED = 3
 _TIMES_OWN_ERROR = 3.0  # the errors of two pairs of runs differ by chance

@@ -2,8 +2,8 @@
 
 import torch
 
-from graphs.ir import Graph
-from graphs.units import format_bytes
+from planner.graphs.ir import Graph
+from planner.graphs.units import format_bytes
 from planner.memory.free_memory import free_bytes
 from planner.plans.summary import summarize
 

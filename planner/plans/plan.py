@@ -6,13 +6,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphs.errors import PlannerError
-from graphs.io.documents import PLAN_FORMAT
-from graphs.io.files import check_writable, is_replaced, read_object
-from graphs.io.formats import read_graph, summable, write_graph
-from graphs.io.graph_document import build_from_dict
-from graphs.ir import Graph
-from graphs.short_tracebacks import shorten_traceback
+from planner.graphs.errors import PlannerError
+from planner.graphs.io.documents import PLAN_FORMAT
+from planner.graphs.io.files import check_writable, is_replaced, read_object
+from planner.graphs.io.formats import read_graph, summable, write_graph
+from planner.graphs.io.graph_document import build_from_dict
+from planner.graphs.ir import Graph
+from planner.graphs.short_tracebacks import shorten_traceback
 from planner.plans.document import record_from_dict, write_plan
 from planner.plans.plan_check import apply_plan_options, check_plan, find_graph_path
 from planner.plans.record import PlanRecord

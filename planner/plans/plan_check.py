@@ -9,19 +9,19 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from graphs.errors import MismatchError, PlannerError, ScheduleError
-from graphs.io.formats import read_graph
-from graphs.ir import Graph
-from graphs.options import extract_eager_program
-from graphs.options.compress import predict_gradient_error
-from graphs.options.selection import describe_differences
-from graphs.simulate import Simulation, simulate
-from graphs.units import format_bytes, format_seconds
+from planner.graphs.errors import MismatchError, PlannerError, ScheduleError
+from planner.graphs.io.formats import read_graph
+from planner.graphs.ir import Graph
+from planner.graphs.options import extract_eager_program
+from planner.graphs.options.compress import predict_gradient_error
+from planner.graphs.options.selection import describe_differences
+from planner.graphs.simulate import Simulation, simulate
+from planner.graphs.units import format_bytes, format_seconds
 from planner.memory.reserved import DeviceTraining
 from planner.plans.record import GraphSummary, PlanRecord
 from planner.plans.summary import check_same_graph, get_other_peaks, summarize
 from planner.settings.option_settings import apply_recorded_options
-from solvers.order.peak import keep_everything_peak_bytes
+from planner.solvers.order.peak import keep_everything_peak_bytes
 
 _ROUNDING = 1e-9  # relative tolerance of sums of seconds
 _BOUND_ROUNDING = 1e-4  # relative tolerance of bounds from linear programs

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from graphs.ir import Graph
-from graphs.schedule import Schedule
-from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Schedule
+from planner.graphs.units import format_bytes, format_ratio, format_seconds
 from planner.memory.reserved_prediction import Reserved
 from planner.plans.eager import EagerComparison, describe_slower
 from planner.settings.counted_memory import CountedMemory
-from solvers.arena.solve import ARENA_OFFSETS, ARENA_SIZES
-from solvers.result import OPTIMAL_GAP, SOLVED, Ending, Status, compute_gap, decide_status, get_tolerance
+from planner.solvers.arena.solve import ARENA_OFFSETS, ARENA_SIZES
+from planner.solvers.result import OPTIMAL_GAP, SOLVED, Ending, Status, compute_gap, decide_status, get_tolerance
 
 # Why a solve ended with a gap above the tolerance, and what would help.
 _ENDINGS = {

@@ -3,15 +3,15 @@
 import time
 from dataclasses import dataclass, replace
 
-from graphs.ir import Graph
+from planner.graphs.ir import Graph
 from planner.plans.background import SolveJob
 from planner.plans.plan import Plan
 from planner.plans.solve import solve_graph
 from planner.progress.stages import StageReport
 from planner.settings.budget import Budget, Bytes, Overhead
 from planner.settings.plan import PlanSettings
-from solvers.request import Start
-from solvers.result import SolveProgress
+from planner.solvers.request import Start
+from planner.solvers.result import SolveProgress
 
 # Least seconds, and steps, to wait for a plan in an arena that nobody has asked for. Without one, steps under a cap take their
 # pages anew: those of ResNet-50 took 1.9 times as long. A longer search goes on while the step trains.

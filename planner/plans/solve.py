@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-from graphs.checks import check_sums
-from graphs.errors import InfeasibleError, LimitError, PlannerError, SolverWarning, UsageError
-from graphs.ir import Graph, check_is_graph
-from graphs.options.compress import predict_gradient_error
-from graphs.options.option import Feature
-from graphs.options.selection import describe_differences
-from graphs.reordering import Reordering, keep_program_order
-from graphs.schedule import Schedule
-from graphs.short_tracebacks import shorten_traceback, warn_caller
-from graphs.simulate import simulate
+from planner.graphs.checks import check_sums
+from planner.graphs.errors import InfeasibleError, LimitError, PlannerError, SolverWarning, UsageError
+from planner.graphs.ir import Graph, check_is_graph
+from planner.graphs.options.compress import predict_gradient_error
+from planner.graphs.options.option import Feature
+from planner.graphs.options.selection import describe_differences
+from planner.graphs.reordering import Reordering, keep_program_order
+from planner.graphs.schedule import Schedule
+from planner.graphs.short_tracebacks import shorten_traceback, warn_caller
+from planner.graphs.simulate import simulate
 from planner.memory.allocated_budget import REORDERED, build_solver, map_result_to_step
 from planner.memory.known_budgets import KnownBudgets
 from planner.memory.least_memory import solve_least_memory
@@ -42,13 +42,13 @@ from planner.settings.budget import Budget, Overhead, read_budget_or_overhead
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings, select_settings
-from solvers.arena.solve import ARENA_SIZES
-from solvers.clock import Clock
-from solvers.order.reorder import find_order, map_result_back
-from solvers.registry import get_solver
-from solvers.request import Request, Start
-from solvers.result import Result, SolveProgress, Status
-from solvers.tolerance import WIDENING, Tolerance
+from planner.solvers.arena.solve import ARENA_SIZES
+from planner.solvers.clock import Clock
+from planner.solvers.order.reorder import find_order, map_result_back
+from planner.solvers.registry import get_solver
+from planner.solvers.request import Request, Start
+from planner.solvers.result import Result, SolveProgress, Status
+from planner.solvers.tolerance import WIDENING, Tolerance
 
 Tell = Callable[[SolveProgress], None]  # called as a solve advances
 Stop = Callable[[], bool]  # polled: returns True to end a solve
@@ -124,7 +124,7 @@ def solve(
         (0.0, 0.0)
         >>> planner.solve(graph, "1kB")
         Traceback (most recent call last):
-        graphs.errors.InfeasibleError: budget 1.00 kB is below ...
+        planner.graphs.errors.InfeasibleError: budget 1.00 kB is below ...
     """
     check_is_graph(graph)
     settings = PlanSettings.of(**select_settings(locals()))

@@ -1,11 +1,11 @@
 """Summaries of graphs, by which a plan recognizes its own. Never imports torch."""
 
-from graphs.checks import check_sums
-from graphs.errors import MismatchError
-from graphs.ir import Graph
-from graphs.options import extract_eager_program
-from graphs.schedule import keep_everything
-from graphs.simulate import Simulation, simulate
+from planner.graphs.checks import check_sums
+from planner.graphs.errors import MismatchError
+from planner.graphs.ir import Graph
+from planner.graphs.options import extract_eager_program
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import Simulation, simulate
 from planner.plans.record import GraphSummary
 
 

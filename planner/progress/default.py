@@ -4,7 +4,7 @@ import sys
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
-from graphs.errors import UsageError
+from planner.graphs.errors import UsageError
 from planner.progress.line import LineView
 from planner.progress.logs import LoggingView
 from planner.progress.notebook import NotebookView

@@ -1,6 +1,6 @@
 """Progress as one line of text."""
 
-from graphs.units import format_ratio
+from planner.graphs.units import format_ratio
 from planner.progress.stages import Event, Progress, Stage
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
-from graphs.escape import escape_text
+from planner.graphs.escape import escape_text
 from planner.progress.describe import describe
 from planner.progress.stages import Event, Progress
 

@@ -2,7 +2,7 @@
 
 import logging
 
-from graphs.units import format_ratio
+from planner.graphs.units import format_ratio
 from planner.progress.stages import Event, Progress, Stage
 
 

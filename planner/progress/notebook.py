@@ -8,7 +8,7 @@ from collections.abc import Callable
 from html import escape
 from typing import Any
 
-from graphs.errors import PlannerError
+from planner.graphs.errors import PlannerError
 from planner.progress.describe import describe
 from planner.progress.stages import Event, Progress
 

@@ -12,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from solvers.result import SolveProgress, compute_gap
+from planner.solvers.result import SolveProgress, compute_gap
 
 
 class Stage(StrEnum):

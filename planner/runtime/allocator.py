@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from graphs.requests import WORKSPACE, MemoryRequest
+from planner.graphs.requests import WORKSPACE, MemoryRequest
 from planner.torch_private.core import list_profiled
 from planner.torch_private.cuda import is_recording_memory, record_memory
 

@@ -7,8 +7,8 @@ import errno
 import re
 from dataclasses import dataclass
 
-from graphs.errors import OutOfMemoryError, causes
-from graphs.units import format_bytes
+from planner.graphs.errors import OutOfMemoryError, causes
+from planner.graphs.units import format_bytes
 
 _UNITS = {"bytes": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50, "eib": 2**60}
 _ASKED = re.compile(r"(?:tried to allocate|unable to allocate)\s+([0-9.]+)\s*(bytes|[KMGTPE]iB|B)\b", re.IGNORECASE)

@@ -21,9 +21,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.optim import Optimizer
 
-from graphs.addresses import Offsets
-from graphs.ir import Phase
-from graphs.units import format_bytes
+from planner.graphs.addresses import Offsets
+from planner.graphs.ir import Phase
+from planner.graphs.units import format_bytes
 from planner.memory.release import release_unused, return_blocks_beside_arena
 from planner.runtime import arena_allocator, optimizer_steps
 from planner.runtime.arena_allocator import Addresses, Missed, RecordedRequest, Recording, Slab

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from graphs.errors import OutOfMemoryError, PlannerError
-from graphs.units import format_bytes
+from planner.graphs.errors import OutOfMemoryError, PlannerError
+from planner.graphs.units import format_bytes
 from planner.memory.arena_rules import LEAST_BYTES
 from planner.native.library import find_library, wait_for_library
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphs.errors import PlannerError
-from graphs.ir import Graph, Kind, Phase
 from planner.capture.frontend.preserved_state import has_same_values
 from planner.capture.lowering.lower import Capture
+from planner.graphs.errors import PlannerError
+from planner.graphs.ir import Graph, Kind, Phase
 from planner.runtime.unseen_writes import get_version
 
 _ORDER = (Kind.BUFFER, Kind.INPUT, Kind.PARAMETER)  # in which copies are taken while they fit

@@ -16,17 +16,17 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from graphs.errors import GraphError
-from graphs.ir import Graph
-from graphs.options.offload import remove_offload
-from graphs.options.passes import split_into_passes
-from graphs.options.selection import remove_computed
-from graphs.pools import COMPUTE, DEVICE
-from graphs.schedule import Compute, Schedule, Step
 from planner.capture.program.builder import Line, Pass, PassBuilder
 from planner.capture.program.other_device import move_calls
 from planner.capture.program.program import Call, OpCalls, Program, Ref, read_by
 from planner.capture.program.writer import CallBefore, PassWriter
+from planner.graphs.errors import GraphError
+from planner.graphs.ir import Graph
+from planner.graphs.options.offload import remove_offload
+from planner.graphs.options.passes import split_into_passes
+from planner.graphs.options.selection import remove_computed
+from planner.graphs.pools import COMPUTE, DEVICE
+from planner.graphs.schedule import Compute, Schedule, Step
 from planner.native.passes import SwitchedPass
 from planner.runtime.devices import Devices
 from planner.runtime.step_lines import StepLines

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from graphs.errors import CopyError, DeviceError, GraphError, PlannerError
-from graphs.ir import Graph
-from graphs.options.placement import is_between_devices, list_devices
-from graphs.pools import HOST
+from planner.graphs.errors import CopyError, DeviceError, GraphError, PlannerError
+from planner.graphs.ir import Graph
+from planner.graphs.options.placement import is_between_devices, list_devices
+from planner.graphs.pools import HOST
 from planner.runtime.transfers.channels import HostChannels, open_channel
 from planner.runtime.transfers.cuda_channels import StreamChannel
 from planner.runtime.transfers.host_memory import HostMemory

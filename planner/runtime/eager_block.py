@@ -2,7 +2,7 @@
 
 import threading
 
-from graphs.errors import PlannerError
+from planner.graphs.errors import PlannerError
 
 ACTIVE = threading.local()  # its attribute `session` is the block, if there is one
 

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 import torch
 
-from graphs.errors import BudgetError
-from graphs.ir import Graph, Kind
-from graphs.schedule import Schedule, find_boundary
-from graphs.simulate import simulate
-from graphs.units import format_bytes
+from planner.graphs.errors import BudgetError
+from planner.graphs.ir import Graph, Kind
+from planner.graphs.schedule import Schedule, find_boundary
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_bytes
 from planner.torch_private.core import get_local_tensor
 
 BUCKETS = "gradient_buckets"  # memory of a wrapper apart from the gradients of parameters

@@ -20,16 +20,16 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from graphs.errors import MismatchError, PlannerError, SmallerBatchError, first_line
-from graphs.ir import Kind, Tensor
-from graphs.overwriting import find_overwritten_saved
-from graphs.schedule import Schedule, count_kept_bytes
-from graphs.short_tracebacks import warn_caller
-from graphs.simulate import simulate
 from planner.capture.guards.assertions import UNPLANNED
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch, has_fewer_rows, join_returned, split_arguments
 from planner.capture.step import TrainingStep
+from planner.graphs.errors import MismatchError, PlannerError, SmallerBatchError, first_line
+from planner.graphs.ir import Kind, Tensor
+from planner.graphs.overwriting import find_overwritten_saved
+from planner.graphs.schedule import Schedule, count_kept_bytes
+from planner.graphs.short_tracebacks import warn_caller
+from planner.graphs.simulate import simulate
 from planner.memory.reserved import DeviceTraining, needs_libraries
 from planner.native.library import find_library
 from planner.native.unchanged import StepGuards

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from graphs.errors import OutOfMemoryError, PlannerError
-from graphs.ir import Graph, Kind, Op
-from graphs.pools import DEVICE, HOST
-from graphs.schedule import Compute
-from graphs.short_tracebacks import raise_at_caller
-from graphs.simulate import simulate
-from graphs.units import format_bytes, format_enough
 from planner.capture.frontend.source_lines import find_traced_line
 from planner.capture.program.program import OpCalls
+from planner.graphs.errors import OutOfMemoryError, PlannerError
+from planner.graphs.ir import Graph, Kind, Op
+from planner.graphs.pools import DEVICE, HOST
+from planner.graphs.schedule import Compute
+from planner.graphs.short_tracebacks import raise_at_caller
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_bytes, format_enough
 from planner.memory.free_memory import free_bytes
 from planner.runtime.allocator_failure import AllocatorFailure, find_allocator_failure
 from planner.runtime.step_lines import StepLines
-from solvers.bounds import bound_least_budget, describe_need
+from planner.solvers.bounds import bound_least_budget, describe_need
 
 _MARGIN = 0.01  # of an advised budget: for memory outside the plan
 

@@ -6,8 +6,8 @@ a compression, do not get the tensors that they would get in eager mode, so that
 
 from functools import lru_cache
 
-from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.python_state import is_own
+from planner.graphs.short_tracebacks import warn_caller
 from planner.torch_private.checkpoints import get_saved_hooks
 
 

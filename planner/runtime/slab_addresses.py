@@ -18,14 +18,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from graphs.addresses import AddressError, Buffer, Offsets, live_bytes
-from graphs.ir import Graph, Kind, Phase
-from graphs.requests import WORKSPACE
-from graphs.schedule import Compute, Schedule, find_boundary
+from planner.graphs.addresses import AddressError, Buffer, Offsets, live_bytes
+from planner.graphs.ir import Graph, Kind, Phase
+from planner.graphs.requests import WORKSPACE
+from planner.graphs.schedule import Compute, Schedule, find_boundary
 from planner.memory.arena_rules import ALIGNMENT, LEAST_BYTES, build_arena_rules
 from planner.runtime.arena_allocator import Addresses, RecordedRequest, Recording
-from solvers.addresses.solve import solve
-from solvers.arena.needs import count_known_moments
+from planner.solvers.addresses.solve import solve
+from planner.solvers.arena.needs import count_known_moments
 
 _SEARCH_WORK = (
     5.0  # limit of the search for addresses, in work: the same addresses on every machine; most end at the bound before

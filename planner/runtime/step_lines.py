@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
-from graphs.errors import causes
-from graphs.schedule import Schedule
 from planner.capture.program.builder import Line
+from planner.graphs.errors import causes
+from planner.graphs.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

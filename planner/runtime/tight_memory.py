@@ -2,9 +2,9 @@
 
 import torch
 
-from graphs.ir import Graph
-from graphs.short_tracebacks import warn_caller
-from graphs.units import format_bytes
+from planner.graphs.ir import Graph
+from planner.graphs.short_tracebacks import warn_caller
+from planner.graphs.units import format_bytes
 from planner.memory.free_memory import free_bytes
 from planner.memory.release import return_large_blocks
 from planner.plans.keep_everything import is_memory_tight

@@ -12,9 +12,9 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from graphs.ir import Graph, Phase
 from planner.capture.program.program import Program
 from planner.capture.rewrites.explicit_generators import list_generators
+from planner.graphs.ir import Graph, Phase
 from planner.native.library import find_library
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.random_state import RandomState

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from graphs.errors import PlannerError
 from planner.capture.checksum import compute_checksum
+from planner.graphs.errors import PlannerError
 
 
 class UnseenWrites:

@@ -11,8 +11,8 @@ says now what it is, and what cannot be read is refused before anything is trace
 from dataclasses import dataclass
 from numbers import Integral
 
-from graphs.errors import BudgetError
-from graphs.units import UNLIMITED_BYTES, parse_budget, parse_fraction
+from planner.graphs.errors import BudgetError
+from planner.graphs.units import UNLIMITED_BYTES, parse_budget, parse_fraction
 
 _WRITTEN = "'8GB', '7.5GiB', '60%'"
 

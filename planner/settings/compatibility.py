@@ -9,9 +9,9 @@ otherwise.
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from graphs.errors import UsageError
-from graphs.options.option import Feature, describe_conflict
 from planner.capture.options import OPTIONS
+from planner.graphs.errors import UsageError
+from planner.graphs.options.option import Feature, describe_conflict
 
 
 @dataclass(frozen=True, slots=True)

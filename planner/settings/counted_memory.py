@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from graphs.errors import UsageError, suggest
+from planner.graphs.errors import UsageError, suggest
 
 
 class CountedMemory(StrEnum):

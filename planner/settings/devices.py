@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from graphs.errors import UsageError
+from planner.graphs.errors import UsageError
 
 if TYPE_CHECKING:
     import torch

@@ -19,9 +19,9 @@ from types import MappingProxyType
 
 import msgspec
 
-from graphs.errors import GraphError, MismatchError
-from graphs.options.surroundings import Link
-from graphs.units import format_bytes, format_seconds
+from planner.graphs.errors import GraphError, MismatchError
+from planner.graphs.options.surroundings import Link
+from planner.graphs.units import format_bytes, format_seconds
 from planner.settings.devices import DEVICES, find_device
 
 MEASURED_LINK = "link_to_host"  # key in the provenance of a graph

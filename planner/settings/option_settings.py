@@ -7,16 +7,16 @@ from enum import StrEnum
 import msgspec
 import psutil
 
-from graphs.errors import BudgetError, GraphError, MismatchError, UsageError
-from graphs.ir import Graph
-from graphs.options.option import Need
-from graphs.options.selection import list_exact_ops
-from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.units import format_seconds, parse_budget, parse_rate
 from planner.capture.options import DEFAULTS, apply_options, check_complete, list_needing, needs
+from planner.graphs.errors import BudgetError, GraphError, MismatchError, UsageError
+from planner.graphs.ir import Graph
+from planner.graphs.options.option import Need
+from planner.graphs.options.selection import list_exact_ops
+from planner.graphs.options.surroundings import Link, OtherDevice, Surroundings
+from planner.graphs.units import format_seconds, parse_budget, parse_rate
 from planner.settings.link import format_rate, get_measured_link, get_published_link
 from planner.settings.other_devices import DEVICES_KEY, decode_devices, encode_devices
-from solvers.registry import check_solver, check_takes
+from planner.solvers.registry import check_solver, check_takes
 
 # The rate per direction of PCIe 4, or of PCIe 5 during a training step that uses memory itself.
 LINK = "25GB/s"

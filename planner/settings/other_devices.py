@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from graphs.errors import GraphError, MismatchError, UsageError
-from graphs.options.surroundings import OtherDevice
+from planner.graphs.errors import GraphError, MismatchError, UsageError
+from planner.graphs.options.surroundings import OtherDevice
 
 DEVICES_KEY = "devices"  # key in the provenance of a graph and in the settings of plans
 _NAME = re.compile(r"(cpu|cuda)(?::([0-9]{1,4}))?")

@@ -16,18 +16,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from graphs.errors import UsageError
-from graphs.optimizers import OPTIMIZERS, MeasuredOptimizer
-from graphs.options.option import Feature
 from planner.capture.options import check_names, list_step_option_names, parse_option
+from planner.graphs.errors import UsageError
+from planner.graphs.optimizers import OPTIMIZERS, MeasuredOptimizer
+from planner.graphs.options.option import Feature
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import get_device
 from planner.settings.option_settings import RECOMPUTATION, OptionSettings, build_option_settings
 from planner.settings.other_devices import parse_device
-from solvers.clock import Clock, WallClock, WorkClock
-from solvers.registry import check_params
-from solvers.tolerance import WIDENING, Tolerance
+from planner.solvers.clock import Clock, WallClock, WorkClock
+from planner.solvers.registry import check_params
+from planner.solvers.tolerance import WIDENING, Tolerance
 
 KERNELS = ("eager", "inductor")
 SWAPS = ("exact", "any", "never")
@@ -56,7 +56,7 @@ class Wait:
     Attributes:
         gap: required gap; None for any.
         seconds: time limit after which any gap is accepted; None for no limit.
-        work: work limit (``solvers.clock.WorkClock``), in place of seconds.
+        work: work limit (``planner.solvers.clock.WorkClock``), in place of seconds.
     """
 
     gap: float | None = _GAP

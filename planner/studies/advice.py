@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from graphs.units import format_bytes, format_enough, format_seconds
 from planner.capture.options import get_option
+from planner.graphs.units import format_bytes, format_enough, format_seconds
 from planner.memory.reserved import EagerMemory
 from planner.plans.record import GraphSummary
 from planner.settings.counted_memory import CountedMemory

@@ -9,12 +9,12 @@ from inspect import signature
 import torch
 from torch import nn
 
-from graphs.errors import BudgetError
-from graphs.ir import Graph, check_is_graph
-from graphs.short_tracebacks import shorten_traceback
 from planner.capture.options import OPTIONS, check_options, list_options_for_any_step, list_step_option_names
 from planner.capture.signature import Batch, list_leaves
 from planner.capture.step import LossFn
+from planner.graphs.errors import BudgetError
+from planner.graphs.ir import Graph, check_is_graph
+from planner.graphs.short_tracebacks import shorten_traceback
 from planner.measure.steps import describe_device
 from planner.measure.tracing import trace
 from planner.memory.auto_budget import compute_auto_budget_bytes, reserve_bytes
@@ -24,12 +24,12 @@ from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import get_device
 from planner.settings.option_settings import build_option_settings
 from planner.settings.plan import check_positive, select_settings
+from planner.solvers.tolerance import Tolerance
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import Curve, solve_curve as solve_budgets
 from planner.studies.settings import StudySettings
 from planner.studies.workers import return_false
-from solvers.tolerance import Tolerance
 
 _LEAST_S = 20.0  # for the analysis, even after a long trace
 

@@ -26,13 +26,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from graphs.errors import ModelError
 from planner.capture.step import LossFn, TrainingStep
+from planner.graphs.errors import ModelError
 from planner.measure.steps import Step
+from planner.solvers.baselines.common.torch_ops import extract_base_name
+from planner.solvers.baselines.sac import LISTS, SacRule, SaveList, save_lists
 from planner.studies.blocks import InapplicableError, block_choices, find_blocks, find_blocks_at, select_checkpointable
 from planner.torch_private.capture import functorch_config, inductor_config
-from solvers.baselines.common.torch_ops import extract_base_name
-from solvers.baselines.sac import LISTS, SacRule, SaveList, save_lists
 
 # Fractions of the Memory Budget API by backend; Inductor compiles for a minute or more each time.
 BUDGETS = MappingProxyType({"aot_eager": (1.0, 0.75, 0.5, 0.25, 0.0), "inductor": (1.0, 0.5, 0.0)})
@@ -136,8 +136,8 @@ def build_sac(rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0,
     Its steps raise InapplicableError if no op in the blocks is in the save list.
 
     Args:
-        rule: the saved ops, as in ``solvers.baselines.sac``; for the rule ``sac`` all kinds there. Every second op is counted per
-            block, as in torchtitan.
+        rule: the saved ops, as in ``planner.solvers.baselines.sac``; for the rule ``sac`` all kinds there. Every second op is
+            counted per block, as in torchtitan.
     """
     saves = save_list or LISTS[rule]
     name = f"{rule}{f' {saves.name}' if save_list else ''}{_format_level(level, depth)}"

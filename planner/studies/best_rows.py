@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from graphs.units import format_bytes
+from planner.graphs.units import format_bytes
+from planner.solvers.result import Reason
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy
 from planner.studies.tables import format_bold
-from solvers.result import Reason
 
 # Kinds whose members differ in their eviction rule.
 HEURISTICS: Mapping[str, tuple[str, ...]] = MappingProxyType(

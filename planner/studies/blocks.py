@@ -1,8 +1,8 @@
 """Modules of a PyTorch model that can be checkpointed one by one.
 
-As for graphs (``solvers.baselines.common.blocks``) there are two families. At *level* n, blocks are the numbered modules whose
-path has n numbers, such as ``model.layers.3``. At *depth* n, they are the modules n steps below the model that have submodules,
-such as ``model.stem``; an ``nn.ModuleList`` is replaced by its items.
+As for graphs (``planner.solvers.baselines.common.blocks``) there are two families. At *level* n, blocks are the numbered modules
+whose path has n numbers, such as ``model.layers.3``. At *depth* n, they are the modules n steps below the model that have
+submodules, such as ``model.stem``; an ``nn.ModuleList`` is replaced by its items.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from torch import nn
 
-from graphs.errors import ModelError
+from planner.graphs.errors import ModelError
 
 
 class InapplicableError(ModelError):

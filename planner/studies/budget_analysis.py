@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from graphs.errors import UsageError
-from graphs.ir import Graph
-from graphs.options.option import Need
-from graphs.units import format_bytes, format_enough
 from planner.capture.options import apply_options, get_option, list_options_to_try, needs
+from planner.graphs.errors import UsageError
+from planner.graphs.ir import Graph
+from planner.graphs.options.option import Need
+from planner.graphs.units import format_bytes, format_enough
 from planner.memory.least_budget import LeastBudget, find_least_budget
 from planner.memory.reserved import (
     choose_memory,
@@ -27,11 +27,11 @@ from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import build_option_settings
+from planner.solvers.clock import Clock, WallClock, measure_rest
+from planner.solvers.order.reorder import find_order
 from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation
 from planner.studies.frontier import Frontier, Turns, divide_evenly
 from planner.studies.workers import ignore, return_false
-from solvers.clock import Clock, WallClock, measure_rest
-from solvers.order.reorder import find_order
 
 BETWEEN = 5  # budgets between the least one and eager PyTorch's peak
 CHEAP = 0.1  # overhead that is recommended if nothing is known about a device

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from graphs.errors import PlannerError
+from planner.graphs.errors import PlannerError
 from planner.studies.workers import POLL_S, Done, Job, Task, Workers
 
 _CONNECT_S = 10.0  # seconds until a scheduler must have answered, and until it must have a worker

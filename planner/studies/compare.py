@@ -1,8 +1,8 @@
 """Every method at every budget, judged by one simulator. Never imports torch.
 
-All methods are judged by ``graphs.simulate`` on one graph in program order, so that one bound holds for all rows. Published
-programs that could not end within their time limit took all of it before; their size is counted first now, each gets what it
-needs at least, and the others are refused at no cost.
+All methods are judged by ``planner.graphs.simulate`` on one graph in program order, so that one bound holds for all rows.
+Published programs that could not end within their time limit took all of it before; their size is counted first now, each gets
+what it needs at least, and the others are refused at no cost.
 """
 
 import json
@@ -12,26 +12,26 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from graphs.errors import BudgetError, PlannerError
-from graphs.escape import escape_text
-from graphs.ir import Graph
-from graphs.options import remove_options
-from graphs.reordering import keep_program_order
-from graphs.schedule import Schedule
+from planner.graphs.errors import BudgetError, PlannerError
+from planner.graphs.escape import escape_text
+from planner.graphs.ir import Graph
+from planner.graphs.options import remove_options
+from planner.graphs.reordering import keep_program_order
+from planner.graphs.schedule import Schedule
 from planner.measure.machine import commit, describe_machine
 from planner.memory.reserved import choose_memory, predict_eager_bytes, predict_reserved_at
 from planner.plans.select_attributes import select_attributes
 from planner.plans.summary import summarize
 from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
+from planner.solvers.clock import Clock, WallClock, measure_rest
+from planner.solvers.registry import SOLVERS, check_solver, estimate_program_time_s, get_solver
+from planner.solvers.result import SOLVED, Reason
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, find_missing, open_rows, record_memory
 from planner.studies.jobs import run
 from planner.studies.settings import StudySettings
 from planner.studies.solves import solve_in_order
 from planner.studies.workers import return_false
-from solvers.clock import Clock, WallClock, measure_rest
-from solvers.registry import SOLVERS, check_solver, estimate_program_time_s, get_solver
-from solvers.result import SOLVED, Reason
 
 _DEFAULTS = StudySettings()
 _SHORTEST_S = 1.0  # seconds for a row after the total time has run out
@@ -191,7 +191,7 @@ def compare(
 
     Args:
         budgets: in bytes or as text, as in ``planner.plans.solve.solve``.
-        methods: names in ``solvers.registry``.
+        methods: names in ``planner.solvers.registry``.
         folder: created if missing; rows in its CSV are not computed again.
         settings: settings of all solves. The optimum comes first, then fast methods; methods that solve large programs share the
             remaining time. Methods that only recompute ignore the options of the graph.

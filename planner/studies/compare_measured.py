@@ -11,11 +11,11 @@ from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from graphs.io.formats import read_graph, write_graph
-from graphs.ir import Kind
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import replace_graph
 from planner.capture.workload.models import Workload
+from planner.graphs.io.formats import read_graph, write_graph
+from planner.graphs.ir import Kind
 from planner.measure import tracing
 from planner.measure.steps import compute_ratio, describe_device
 from planner.plans.select_attributes import select_attributes
@@ -24,6 +24,8 @@ from planner.runtime.executor import Executor
 from planner.runtime.transfers.channels import HostChannels
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
+from planner.solvers.registry import SOLVERS
+from planner.solvers.result import Reason
 from planner.studies.baselines import Method, build_eager
 from planner.studies.best_rows import HEURISTICS, find_undominated
 from planner.studies.compare import Solved, SolveRow, Task, judge_of, list_tasks
@@ -32,8 +34,6 @@ from planner.studies.jobs import run
 from planner.studies.measured import Benchmark, Measured
 from planner.studies.rows import KeptRows
 from planner.studies.settings import StudySettings
-from solvers.registry import SOLVERS
-from solvers.result import Reason
 
 _TOGETHER = 8  # of PyTorch's methods are prepared before they are timed and compared with the optimum
 _EAGER = build_eager().name

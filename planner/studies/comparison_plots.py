@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from graphs.units import format_bytes
+from planner.graphs.units import format_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.show.views.figures import choose_size_unit, draw_figure, pick_shades
 from planner.studies.best_rows import get_kind

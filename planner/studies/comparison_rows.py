@@ -7,13 +7,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from graphs.errors import OutputError
-from graphs.ir import Graph
-from graphs.units import format_bytes, format_seconds
+from planner.graphs.errors import OutputError
+from planner.graphs.ir import Graph
+from planner.graphs.units import format_bytes, format_seconds
 from planner.settings.counted_memory import CountedMemory
+from planner.solvers.registry import SOLVERS
+from planner.solvers.result import Status, compute_gap
 from planner.studies.rows import FIRST, KeptRows, declare_column, declare_key, declare_text, declare_value
-from solvers.registry import SOLVERS
-from solvers.result import Status, compute_gap
 
 OPTIMUM = "windows"  # the method whose bound holds for all
 PEAK_OF = "peak of "  # prefix of budgets that are the measured peak of another method
@@ -44,13 +44,15 @@ class ComparisonRow:
     model: str = declare_column("the graph's name", place=FIRST)
     fingerprint: str = declare_column("the graph's", place=FIRST)
     run_by: str = declare_key("simulator (not run: its schedule was judged), executor (its schedule was replayed), or torch")
-    method: str = declare_key("a name in solvers.registry or, of what PyTorch runs, in planner.studies.baselines")
+    method: str = declare_key("a name in planner.solvers.registry or, of what PyTorch runs, in planner.studies.baselines")
     budget: str = declare_key(
         "as it was asked for; `peak of ...` for what another method was measured to take; empty for what has none"
     )
     budget_bytes: int | None = declare_value("static bytes included")
-    status: str = declare_column("as in solvers.result; error if the method failed, ran for what PyTorch runs")
-    reason: str = declare_text("where nothing was found or nothing ran, why, as in solvers.result; empty where it is not known")
+    status: str = declare_column("as in planner.solvers.result; error if the method failed, ran for what PyTorch runs")
+    reason: str = declare_text(
+        "where nothing was found or nothing ran, why, as in planner.solvers.result; empty where it is not known"
+    )
     settings: str = declare_text("that the schedule was found with, those that the method chose itself included, as JSON")
     time_s: float | None = declare_value("of the schedule, by simulation, as peak_bytes")
     peak_bytes: int | None = declare_value()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from graphs.units import format_bytes
+from planner.graphs.units import format_bytes
 from planner.show.views.text import format_table
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, format_bound, list_methods, select_simulated
 from planner.studies.comparisons import format_cell

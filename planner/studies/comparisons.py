@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 
-from graphs.escape import escape_text
-from graphs.io.files import write_text
-from graphs.units import format_bytes
+from planner.graphs.escape import escape_text
+from planner.graphs.io.files import write_text
+from planner.graphs.units import format_bytes
+from planner.solvers.result import Reason, compute_gap
 from planner.studies.best_rows import NOT_TRIED, WHY_NOT, build_tuned_table
 from planner.studies.comparison_plots import plot_measured, plot_memory, plot_overhead
 from planner.studies.comparison_rows import PEAK_OF, ComparisonRow, RunBy, format_bound, list_methods, select_simulated
 from planner.studies.tables import format_bold, group_by, join_markdown
-from solvers.result import Reason, compute_gap
 
 LEGEND = (
     "does not apply: the method does not support this model, at any budget; OOM: the method needs more memory; thrash: the step "

@@ -11,11 +11,11 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphs.errors import BudgetError, FormatError, OutputError
-from graphs.io.files import read_text
-from graphs.ir import Graph
-from graphs.units import format_bytes
 from planner.capture.options import apply_options
+from planner.graphs.errors import BudgetError, FormatError, OutputError
+from planner.graphs.io.files import read_text
+from planner.graphs.ir import Graph
+from planner.graphs.units import format_bytes
 from planner.memory.least_budget import LeastBudget, find_least_budget
 from planner.memory.reserved import choose_memory, predict_eager_bytes
 from planner.plans.record import GraphSummary
@@ -24,15 +24,15 @@ from planner.plans.solve import order_for
 from planner.plans.summary import summarize
 from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
+from planner.solvers.clock import Clock, WallClock, measure_rest
+from planner.solvers.registry import get_solver
+from planner.solvers.result import Status, decide_status
 from planner.studies.budget_plots import plot_curve
 from planner.studies.curve_text import describe_curve
 from planner.studies.frontier import Frontier, Point, Turns, divide_evenly
 from planner.studies.rows import declare_column, declare_key, declare_text, declare_value, read_rows
 from planner.studies.settings import StudySettings
 from planner.studies.workers import ignore, return_false
-from solvers.clock import Clock, WallClock, measure_rest
-from solvers.registry import get_solver
-from solvers.result import Status, decide_status
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,10 +50,10 @@ class CurveRow:
     budget_bytes: int = declare_key("static memory included")
     memory: str = declare_column("what the budget counts, as in planner.settings.counted_memory")
     budget_share: float | None = declare_value("of what plain eager PyTorch takes of that memory")
-    status: str = declare_column("as in solvers.result")
+    status: str = declare_column("as in planner.solvers.result")
     overhead: float | None = declare_value("of the fastest schedule that fits, over the step without recomputation")
     bound_overhead: float | None = declare_value("the same of bound_s")
-    gap: float | None = declare_value("as in solvers.result")
+    gap: float | None = declare_value("as in planner.solvers.result")
     time_s: float | None = declare_value("of the schedule, as peak_bytes")
     bound_s: float | None = declare_value("no schedule within the budget is faster")
     peak_bytes: int | None = declare_value()
@@ -61,7 +61,9 @@ class CurveRow:
         "what PyTorch's allocator reserves for it on CUDA, by its model, as the budget counts it"
     )
     seconds: float | None = declare_value("of the solves at this budget; unknown where those at others settle it")
-    ended: str = declare_text("why there was no more search although no gap within the tolerance is proved, as in solvers.result")
+    ended: str = declare_text(
+        "why there was no more search although no gap within the tolerance is proved, as in planner.solvers.result"
+    )
     options: str = declare_text("that the graph offers, with commas")
 
 
@@ -174,7 +176,7 @@ def solve_curve(
         settings: settings of all solves, with time limits for each budget and for all. Every budget is solved for a short time
             first, and those with a gap again for longer, until the time is over. With options, the budgets are solved without
             them too, and the better schedule counts.
-        solver: a name in ``solvers.registry``.
+        solver: a name in ``planner.solvers.registry``.
         reorder: True: in the best order of the ops that is found; False: in program order; None: with the solver ``windows`` in
             the best order if its peak is lower. All budgets are solved in the same order.
         should_stop: polled; once True, the results so far are returned.

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from graphs.escape import escape_text
-from graphs.units import format_bytes, format_ratio
+from planner.graphs.escape import escape_text
+from planner.graphs.units import format_bytes, format_ratio
 from planner.plans.select_attributes import select_attributes
 from planner.show.views.text import format_table
 from planner.studies.curve import Curve

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphs.units import format_bytes, format_enough, format_ratio, format_seconds
+from planner.graphs.units import format_bytes, format_enough, format_ratio, format_seconds
 from planner.plans.record import describe_ending
 from planner.settings.counted_memory import CountedMemory
 from planner.show.views.text import format_table
+from planner.solvers.result import Ending, Status
 from planner.studies.tables import Column, build_lines
-from solvers.result import Ending, Status
 
 if TYPE_CHECKING:
     from planner.studies.curve import Curve, CurveRow

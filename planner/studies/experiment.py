@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from graphs.io.files import write_text
+from planner.graphs.io.files import write_text
 from planner.studies.jobs import run
 from planner.studies.rows import KeptRows, Key, Row
 from planner.studies.tables import Column, format_markdown

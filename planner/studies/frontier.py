@@ -12,25 +12,25 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from graphs.errors import PlannerError
-from graphs.options import remove_options
-from graphs.options.offload import remove_offload
-from graphs.reordering import Reordering, permute
-from graphs.schedule import Schedule, keep_everything
-from graphs.simulate import simulate
-from graphs.units import format_bytes
+from planner.graphs.errors import PlannerError
+from planner.graphs.options import remove_options
+from planner.graphs.options.offload import remove_offload
+from planner.graphs.reordering import Reordering, permute
+from planner.graphs.schedule import Schedule, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_bytes
 from planner.memory.least_budget import LeastBudget
 from planner.memory.reserved import predict_beside, predict_counted_bytes, predict_reserved_bytes
 from planner.plans.select_attributes import select_attributes
 from planner.settings.counted_memory import CountedMemory
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.clock import Clock, WallClock, measure_rest
+from planner.solvers.pass_ends import add_pass_ends
+from planner.solvers.request import Start
+from planner.solvers.result import SOLVED, Ending, Reason, Result, Status, compute_gap, decide_status
 from planner.studies.jobs import run
 from planner.studies.solves import solve_in_order
 from planner.studies.workers import ignore
-from solvers.bounds import bound_least_budget
-from solvers.clock import Clock, WallClock, measure_rest
-from solvers.pass_ends import add_pass_ends
-from solvers.request import Start
-from solvers.result import SOLVED, Ending, Reason, Result, Status, compute_gap, decide_status
 
 _ANY_BUDGET = math.inf  # a bound at this budget holds everywhere
 _SHORTEST_S = 0.5  # seconds of a turn
@@ -44,7 +44,7 @@ class Point:
 
     Attributes:
         budget_bytes: the budget, static memory included.
-        status: as in ``solvers.result.Status``.
+        status: as in ``planner.solvers.result.Status``.
         schedule: the fastest schedule known to fit, found at any budget.
         bound_s: lower bound on the time within the budget, for the class of schedules that the solver searches.
         reserved_bytes: bytes that PyTorch's allocator reserves on CUDA for training by the schedule, as the budget counts it.

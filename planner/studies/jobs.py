@@ -13,7 +13,7 @@ from multiprocessing.connection import wait as wait_for
 from multiprocessing.synchronize import Event
 from typing import Any, ParamSpec, TypeVar
 
-from graphs.errors import PlannerError
+from planner.graphs.errors import PlannerError
 from planner.studies.cluster import start_on_cluster
 from planner.studies.workers import POLL_S, Done, Job, Task, Workers
 

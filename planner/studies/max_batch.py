@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from graphs.errors import GraphError, InfeasibleError, LimitError
-from graphs.ir import Graph
-from graphs.units import format_bytes, format_ratio
+from planner.graphs.errors import GraphError, InfeasibleError, LimitError
+from planner.graphs.ir import Graph
+from planner.graphs.units import format_bytes, format_ratio
 from planner.measure.scaling import GraphFit
 from planner.memory.least_memory import StopWhenDecided
 from planner.memory.reserved import choose_memory, predict_reserved_at
 from planner.plans.solve import order_for
+from planner.solvers.clock import WallClock
+from planner.solvers.result import SOLVED, Result, Status
 from planner.studies.sizes import OPTIMAL, LargestSize, SizedMethod, Wanted
 from planner.studies.solves import solve_in_order
 from planner.studies.workers import ignore, return_false
-from solvers.clock import WallClock
-from solvers.result import SOLVED, Result, Status
 
 # Tolerances: any schedule is accepted; the callback ends the solve earlier.
 _ANY_GAP, _CLOSE_GAP = 1e6, 1e-4

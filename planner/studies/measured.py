@@ -7,11 +7,11 @@ from enum import StrEnum
 
 import torch
 
-from graphs.errors import PlannerError, first_line, typed_line
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import PlannerError, first_line, typed_line
 from planner.measure import steps as measure
 from planner.measure.steps import Step, StepOutcome
 from planner.runtime.cuda.cuda_graph import count_hidden_pool_bytes

@@ -23,9 +23,9 @@ from planner.measure.steps import Step
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.host_memory import HostTensor
 from planner.runtime.transfers.transfers import Transfer
+from planner.solvers.baselines.sac import LISTS, SacRule
 from planner.studies.baselines import Method, find_checkpointed_blocks, run_checkpointed, run_selectively
 from planner.torch_private.core import current_autograd_node
-from solvers.baselines.sac import LISTS, SacRule
 
 _HOOKS = "respect_saved_tensors_hooks"
 _THROUGH_HOOKS = {_HOOKS: True} if _HOOKS in signature(checkpoint).parameters else {}

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
-from graphs.errors import PlannerError
-from solvers.child_process import ChildProcess, connect_to_parent
+from planner.graphs.errors import PlannerError
+from planner.solvers.child_process import ChildProcess, connect_to_parent
 
 Item = TypeVar("Item")
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
-from graphs.errors import OutputError
-from graphs.io.files import write_text
+from planner.graphs.errors import OutputError
+from planner.graphs.io.files import write_text
 from planner.measure.machine import commit
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from planner.measure.scaling import list_sample_sizes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import RECOMPUTATION, OptionSettings
-from solvers.result import Result
+from planner.solvers.result import Result
 
 OPTIMAL = "windows"
 BATCH = "batch"

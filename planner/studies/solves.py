@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-from graphs.ir import Graph
-from graphs.reordering import Reordering
+from planner.graphs.ir import Graph
+from planner.graphs.reordering import Reordering
 from planner.memory.allocated_budget import build_solver_in_order
 from planner.memory.reserved_budget import solve_counted
 from planner.settings.counted_memory import CountedMemory
-from solvers.clock import Clock
-from solvers.registry import get_solver
-from solvers.request import Request
-from solvers.result import Result
-from solvers.tolerance import Tolerance
+from planner.solvers.clock import Clock
+from planner.solvers.registry import get_solver
+from planner.solvers.request import Request
+from planner.solvers.result import Result
+from planner.solvers.tolerance import Tolerance
 
 
 def solve_allocated(

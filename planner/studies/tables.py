@@ -7,7 +7,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.graphs.units import format_bytes, format_ratio, format_seconds
 
 Item = TypeVar("Item")
 

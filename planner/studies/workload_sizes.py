@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from graphs.errors import UnknownOptionError, UsageError
-from graphs.ir import Graph
 from planner.capture.workload.workload import ModelSpec
+from planner.graphs.errors import UnknownOptionError, UsageError
+from planner.graphs.ir import Graph
 from planner.studies.workload_tracing import Tracing
 
 

@@ -8,8 +8,8 @@ from planner.capture.workload.workload import ModelSpec
 from planner.settings.plan import PlanSettings
 
 if TYPE_CHECKING:
-    from graphs.ir import Graph
     from planner.capture.workload.models import Workload
+    from planner.graphs.ir import Graph
     from planner.progress import View
 
 

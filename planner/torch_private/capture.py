@@ -149,8 +149,8 @@ from torch._inductor import config as inductor_config  # random numbers as eager
 from torch.autograd.graph import GradientEdge
 from torch.utils._device import _device_constructors  # what makes tensors where ``with torch.device(...)`` says
 
-from graphs.errors import PlannerError
-from graphs.short_tracebacks import hide_frames
+from planner.graphs.errors import PlannerError
+from planner.graphs.short_tracebacks import hide_frames
 from planner.torch_private.core import pytree
 from planner.torch_private.patches import wrap_for_good
 

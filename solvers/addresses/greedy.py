@@ -11,8 +11,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.addresses.instance import Instance
-from solvers.clock import Clock, measure_rest
+from planner.solvers.addresses.instance import Instance
+from planner.solvers.clock import Clock, measure_rest
 
 _WORK = 1.5e-5  # of placing one buffer, and as much again for each thousand that are there
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from graphs.addresses import Buffer
+from planner.graphs.addresses import Buffer
 
 
 @dataclass(frozen=True)

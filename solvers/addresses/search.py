@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 
-from solvers.addresses.instance import Instance
-from solvers.clock import Clock, measure_rest
+from planner.solvers.addresses.instance import Instance
+from planner.solvers.clock import Clock, measure_rest
 
 _WORK = 5e-7  # of one buffer in one section that is looked at
 _CHECK = 2000  # such looks between two readings of the clock

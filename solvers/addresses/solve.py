@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphs.addresses import AddressError, Buffer, Offsets
-from solvers.addresses.greedy import construct_offsets, improve
-from solvers.addresses.instance import Instance, split_into_instances
-from solvers.addresses.search import AddressSearch
-from solvers.clock import Clock, WallClock, WorkClock, measure_rest
-from solvers.result import Status
+from planner.graphs.addresses import AddressError, Buffer, Offsets
+from planner.solvers.addresses.greedy import construct_offsets, improve
+from planner.solvers.addresses.instance import Instance, split_into_instances
+from planner.solvers.addresses.search import AddressSearch
+from planner.solvers.clock import Clock, WallClock, WorkClock, measure_rest
+from planner.solvers.result import Status
 
 _LARGEST = 3000  # buffers that are searched exactly
 _IMPROVING = 0.03  # of the time, for the improvement of orders before it

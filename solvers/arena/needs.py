@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from graphs.addresses import Buffer, buffers_of, count_moments, live_bytes
-from graphs.ir import Graph
-from graphs.schedule import Schedule
-from solvers.addresses.solve import AddressResult, solve_by
-from solvers.clock import Clock
+from planner.graphs.addresses import Buffer, buffers_of, count_moments, live_bytes
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Schedule
+from planner.solvers.addresses.solve import AddressResult, solve_by
+from planner.solvers.clock import Clock
 
 
 @dataclass(frozen=True, slots=True)

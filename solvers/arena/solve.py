@@ -10,16 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from graphs.addresses import Offsets
-from graphs.schedule import Compute, Schedule
-from graphs.simulate import simulate
-from graphs.units import format_bytes, format_enough
-from solvers.addresses.solve import solve_by
-from solvers.arena.needs import ArenaRules, Needs, count_known_moments
-from solvers.clock import Clock, measure_rest
-from solvers.margins import Margins, MarginSearch, add_margins
-from solvers.request import Request
-from solvers.result import OPTIMAL_GAP, SOLVED, Reason, Result, SolveProgress, Status, decide_status, get_tolerance
+from planner.graphs.addresses import Offsets
+from planner.graphs.schedule import Compute, Schedule
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_bytes, format_enough
+from planner.solvers.addresses.solve import solve_by
+from planner.solvers.arena.needs import ArenaRules, Needs, count_known_moments
+from planner.solvers.clock import Clock, measure_rest
+from planner.solvers.margins import Margins, MarginSearch, add_margins
+from planner.solvers.request import Request
+from planner.solvers.result import OPTIMAL_GAP, SOLVED, Reason, Result, SolveProgress, Status, decide_status, get_tolerance
 
 _SOLVES = 12  # with margins, until a schedule fits
 _BETTER = 3  # after that, with smaller margins

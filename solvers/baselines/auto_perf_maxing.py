@@ -31,24 +31,24 @@ from itertools import pairwise
 
 import numpy as np
 
-from graphs.schedule import Compute, Schedule, keep_everything
-from graphs.simulate import simulate
-from solvers import highs
-from solvers.baselines.common.blocks import find_blockings
-from solvers.baselines.common.offloading import Layers, Offer, answer_by_offloading, schedule_with
-from solvers.baselines.common.recomputation import find_droppable, recompute_groups
-from solvers.baselines.common.verdicts import Candidate
-from solvers.clock import Clock
-from solvers.highs.builder import ProgramBuilder
-from solvers.highs.program import Milp
-from solvers.request import Request
-from solvers.result import Result
+from planner.graphs.schedule import Compute, Schedule, keep_everything
+from planner.graphs.simulate import simulate
+from planner.solvers import highs
+from planner.solvers.baselines.common.blocks import find_blockings
+from planner.solvers.baselines.common.offloading import Layers, Offer, answer_by_offloading, schedule_with
+from planner.solvers.baselines.common.recomputation import find_droppable, recompute_groups
+from planner.solvers.baselines.common.verdicts import Candidate
+from planner.solvers.clock import Clock
+from planner.solvers.highs.builder import ProgramBuilder
+from planner.solvers.highs.program import Milp
+from planner.solvers.request import Request
+from planner.solvers.result import Result
 
 _ROUNDS = 12  # corrections of the cap, for each division into layers
 _ENOUGH = 0.001  # the rounds end with a peak below the budget by at most this fraction of it
 _EXCESS = 1e3  # its price, per capacity, in forward passes
 _NEAR = 2e-4  # relative tolerance on a layer's bytes
-_MOST_WORK = 1.0  # for a layer, see ``solvers.clock``
+_MOST_WORK = 1.0  # for a layer, see ``planner.solvers.clock``
 _LESS_TIME = 2e-4  # weight of time relative to bytes, both as fractions of the layer's
 
 Row = tuple[dict[int, float], float]  # weights by column, and the upper limit of their sum

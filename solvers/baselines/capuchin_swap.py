@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 
-from graphs.schedule import Schedule
-from graphs.simulate import simulate
-from solvers.baselines.common.offloading import Device, Offer, answer_by_offloading
-from solvers.baselines.common.verdicts import Candidate
-from solvers.request import Request
-from solvers.result import Result
+from planner.graphs.schedule import Schedule
+from planner.graphs.simulate import simulate
+from planner.solvers.baselines.common.offloading import Device, Offer, answer_by_offloading
+from planner.solvers.baselines.common.verdicts import Candidate
+from planner.solvers.request import Request
+from planner.solvers.result import Result
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from graphs.errors import BudgetError, PlannerError
-from graphs.io.files import check_writable, write_text
-from graphs.ir import Graph
-from graphs.schedule import schedule_of
-from graphs.units import format_bytes
-from solvers.baselines.common.checkmate_program import StageProgram, get_value
-from solvers.baselines.common.program_size import ProgramSize
-from solvers.baselines.common.pulp_solvers import (
+from planner.graphs.errors import BudgetError, PlannerError
+from planner.graphs.io.files import check_writable, write_text
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import schedule_of
+from planner.graphs.units import format_bytes
+from planner.solvers.baselines.common.checkmate_program import StageProgram, get_value
+from planner.solvers.baselines.common.program_size import ProgramSize
+from planner.solvers.baselines.common.pulp_solvers import (
     HIGHS,
     check_clock,
     check_milp_solver,
@@ -30,11 +30,11 @@ from solvers.baselines.common.pulp_solvers import (
     solve_model,
     write_with_pulp,
 )
-from solvers.baselines.common.verdicts import Verdict, build_result, judge
-from solvers.bounds import bound_least_budget, describe_too_small
-from solvers.highs.program import Answer, Floats, Outcome
-from solvers.request import Request
-from solvers.result import Reason, Result, Status, describe_class
+from planner.solvers.baselines.common.verdicts import Verdict, build_result, judge
+from planner.solvers.bounds import bound_least_budget, describe_too_small
+from planner.solvers.highs.program import Answer, Floats, Outcome
+from planner.solvers.request import Request
+from planner.solvers.result import Reason, Result, Status, describe_class
 
 CLASS = "each op at most once per stage, in program order"
 MOST_BINARIES = 500_000  # of R and S: a program of more takes several GB

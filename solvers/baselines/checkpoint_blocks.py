@@ -5,13 +5,13 @@ in memory (those that forward ops outside it read, and those that the step retur
 recomputed together just before the first backward op that reads one of them.
 """
 
-from graphs.ir import Graph
-from graphs.schedule import Schedule
-from solvers.baselines.common.blocks import block_of, find_blockings
-from solvers.baselines.common.recomputation import recompute_groups
-from solvers.baselines.common.verdicts import Candidate, answer, build_failure
-from solvers.request import Request
-from solvers.result import Reason, Result
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Schedule
+from planner.solvers.baselines.common.blocks import block_of, find_blockings
+from planner.solvers.baselines.common.recomputation import recompute_groups
+from planner.solvers.baselines.common.verdicts import Candidate, answer, build_failure
+from planner.solvers.request import Request
+from planner.solvers.result import Reason, Result
 
 
 def checkpoint_blocks(graph: Graph, level: int) -> Schedule:

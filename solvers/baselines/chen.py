@@ -13,13 +13,13 @@ import math
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
-from graphs.ir import Graph
-from graphs.schedule import Schedule
-from solvers.baselines.common.recomputation import recompute_groups
-from solvers.baselines.common.stages import Cuts, ForwardStages, cut_places, find_crossings, select_evenly
-from solvers.baselines.common.verdicts import Candidate, answer
-from solvers.request import Request
-from solvers.result import Result
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Schedule
+from planner.solvers.baselines.common.recomputation import recompute_groups
+from planner.solvers.baselines.common.stages import Cuts, ForwardStages, cut_places, find_crossings, select_evenly
+from planner.solvers.baselines.common.verdicts import Candidate, answer
+from planner.solvers.request import Request
+from planner.solvers.result import Result
 
 _GRID, _PARTS = 6, 40  # thresholds around the centre; least share of all bytes, as 1 / this
 

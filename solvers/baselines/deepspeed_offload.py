@@ -12,13 +12,13 @@ and also with the peak of the whole step, whichever is faster among those that f
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from graphs.ir import Phase
-from graphs.schedule import Compute, Schedule
-from graphs.simulate import simulate
-from solvers.baselines.common.offloading import Fetch, Moves, Offer, answer_by_offloading, schedule_with
-from solvers.baselines.common.verdicts import Candidate
-from solvers.request import Request
-from solvers.result import Result
+from planner.graphs.ir import Phase
+from planner.graphs.schedule import Compute, Schedule
+from planner.graphs.simulate import simulate
+from planner.solvers.baselines.common.offloading import Fetch, Moves, Offer, answer_by_offloading, schedule_with
+from planner.solvers.baselines.common.verdicts import Candidate
+from planner.solvers.request import Request
+from planner.solvers.result import Result
 
 _LEAST_BYTES = 5 * 2**20  # as published; smaller tensors stay
 

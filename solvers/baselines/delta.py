@@ -14,14 +14,14 @@ Feasibility is not monotone in the budget. A failure proves nothing.
 from collections.abc import Callable
 from functools import partial
 
-from graphs.schedule import Schedule
-from graphs.units import format_bytes
-from solvers.baselines.common.offloading import Device, Offer, answer_by_offloading, offer_of
-from solvers.baselines.common.online import OnlineFailedError
-from solvers.baselines.common.recomputation import find_last_needed, find_repeatable
-from solvers.baselines.common.verdicts import Candidate, answer, build_failure
-from solvers.request import Request
-from solvers.result import Reason, Result
+from planner.graphs.schedule import Schedule
+from planner.graphs.units import format_bytes
+from planner.solvers.baselines.common.offloading import Device, Offer, answer_by_offloading, offer_of
+from planner.solvers.baselines.common.online import OnlineFailedError
+from planner.solvers.baselines.common.recomputation import find_last_needed, find_repeatable
+from planner.solvers.baselines.common.verdicts import Candidate, answer, build_failure
+from planner.solvers.request import Request
+from planner.solvers.result import Reason, Result
 
 _AHEAD = (1, 2, 4, 8)  # numbers of ops for which tensors are reloaded ahead
 _THRASH_FACTOR = 2.0  # a step whose computation takes longer than this times the one without recomputation is a failure

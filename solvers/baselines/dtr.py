@@ -1,17 +1,17 @@
 """Dynamic tensor rematerialization (DTR, Kirisame et al., ICLR 2021) and the heuristics it was compared with.
 
-The run itself is in ``common/online.py``, the choice of the evicted tensor in ``solvers.online.heuristics``.
+The run itself is in ``common/online.py``, the choice of the evicted tensor in ``planner.solvers.online.heuristics``.
 
 Feasibility is not monotone in the budget. A failure proves nothing.
 """
 
 from dataclasses import asdict, dataclass
 
-from solvers.baselines.common.online import solve_online
-from solvers.online.heuristics import DtrRule, make_heuristic
-from solvers.online.ledger import Deallocation
-from solvers.request import Request
-from solvers.result import Result
+from planner.solvers.baselines.common.online import solve_online
+from planner.solvers.online.heuristics import DtrRule, make_heuristic
+from planner.solvers.online.ledger import Deallocation
+from planner.solvers.request import Request
+from planner.solvers.result import Result
 
 
 @dataclass(frozen=True, slots=True)

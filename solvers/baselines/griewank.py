@@ -16,11 +16,11 @@ import math
 from collections.abc import Iterator
 from functools import cache
 
-from graphs.ir import Graph
-from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places
-from solvers.baselines.common.verdicts import Candidate, answer
-from solvers.request import Request
-from solvers.result import Result
+from planner.graphs.ir import Graph
+from planner.solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places
+from planner.solvers.baselines.common.verdicts import Candidate, answer
+from planner.solvers.request import Request
+from planner.solvers.result import Result
 
 _MOST_RUNS = 10  # of a stage on average
 

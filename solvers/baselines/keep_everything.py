@@ -1,9 +1,9 @@
 """Keeping everything: the schedule without recomputation, the reference for time and memory."""
 
-from graphs.schedule import keep_everything
-from solvers.baselines.common.verdicts import Candidate, answer
-from solvers.request import Request
-from solvers.result import Result
+from planner.graphs.schedule import keep_everything
+from planner.solvers.baselines.common.verdicts import Candidate, answer
+from planner.solvers.request import Request
+from planner.solvers.result import Result
 
 
 def solve(request: Request) -> Result:

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from graphs.ir import Graph, Op, Phase
-from solvers.baselines.common.recomputation import find_droppable, read_later, recompute_groups
-from solvers.baselines.common.torch_ops import CHEAP, COMPUTE_INTENSIVE, is_one_of
-from solvers.baselines.common.verdicts import Candidate, answer
-from solvers.request import Request
-from solvers.result import Result
+from planner.graphs.ir import Graph, Op, Phase
+from planner.solvers.baselines.common.recomputation import find_droppable, read_later, recompute_groups
+from planner.solvers.baselines.common.torch_ops import CHEAP, COMPUTE_INTENSIVE, is_one_of
+from planner.solvers.baselines.common.verdicts import Candidate, answer
+from planner.solvers.request import Request
+from planner.solvers.result import Result
 
 FRACTIONS = tuple(round(1.0 - k / 20, 2) for k in range(21))  # of the bytes saved at 1
 _QUANTA = 10000  # of the saved bytes, in the knapsack

@@ -22,19 +22,19 @@ option ``in_place`` here, which replace several ops and are left out.
 
 from collections.abc import Iterator
 
-from graphs.checks import check_plain
-from graphs.ir import Graph, Phase
-from graphs.options.selection import remove_computed
-from graphs.schedule import Schedule, schedule_of
-from graphs.units import format_bytes
-from solvers import highs
-from solvers.baselines.common.program_size import ProgramSize
-from solvers.baselines.common.recomputation import find_repeatable
-from solvers.baselines.common.verdicts import Verdict, build_result, judge
-from solvers.highs.builder import TermProgram, Weighted
-from solvers.highs.program import Floats, Outcome, SolveCallbacks
-from solvers.request import Request
-from solvers.result import Reason, Result, Status, describe_class
+from planner.graphs.checks import check_plain
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.options.selection import remove_computed
+from planner.graphs.schedule import Schedule, schedule_of
+from planner.graphs.units import format_bytes
+from planner.solvers import highs
+from planner.solvers.baselines.common.program_size import ProgramSize
+from planner.solvers.baselines.common.recomputation import find_repeatable
+from planner.solvers.baselines.common.verdicts import Verdict, build_result, judge
+from planner.solvers.highs.builder import TermProgram, Weighted
+from planner.solvers.highs.program import Floats, Outcome, SolveCallbacks
+from planner.solvers.request import Request
+from planner.solvers.result import Reason, Result, Status, describe_class
 
 CLASS = "ops of the forward pass again at most once before each later op, in program order"
 MOST_ENTRIES = 2_000_000  # of the rows of memory: HiGHS takes an hour for less

@@ -11,10 +11,17 @@ stay, as with the option offload, and so do tensors that the host has no space f
 
 from collections.abc import Iterator
 
-from solvers.baselines.common.offloading import Fetch, Moves, Offer, answer_by_offloading, iterate_run_starts, schedule_with
-from solvers.baselines.common.verdicts import Candidate
-from solvers.request import Request
-from solvers.result import Result
+from planner.solvers.baselines.common.offloading import (
+    Fetch,
+    Moves,
+    Offer,
+    answer_by_offloading,
+    iterate_run_starts,
+    schedule_with,
+)
+from planner.solvers.baselines.common.verdicts import Candidate
+from planner.solvers.request import Request
+from planner.solvers.result import Result
 
 # The published values.
 _STASH = 5  # tensors that stay after their offload has begun

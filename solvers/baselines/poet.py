@@ -20,17 +20,17 @@ A transfer takes no time and ends in its stage: its cost is energy.
 
 from functools import partial
 
-from graphs.ir import Graph
-from graphs.schedule import Schedule
-from solvers import highs
-from solvers.baselines.common.checkmate_program import MEMORY_RANGE, StageProgram, get_value
-from solvers.baselines.common.offloading import Device, Offer, answer_by_offloading, offer_of
-from solvers.baselines.common.program_size import ProgramSize
-from solvers.baselines.common.verdicts import Candidate, answer, build_failure
-from solvers.clock import measure_rest
-from solvers.highs.program import Floats, Milp, Outcome, SolveCallbacks
-from solvers.request import Request
-from solvers.result import Reason, Result
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Schedule
+from planner.solvers import highs
+from planner.solvers.baselines.common.checkmate_program import MEMORY_RANGE, StageProgram, get_value
+from planner.solvers.baselines.common.offloading import Device, Offer, answer_by_offloading, offer_of
+from planner.solvers.baselines.common.program_size import ProgramSize
+from planner.solvers.baselines.common.verdicts import Candidate, answer, build_failure
+from planner.solvers.clock import measure_rest
+from planner.solvers.highs.program import Floats, Milp, Outcome, SolveCallbacks
+from planner.solvers.request import Request
+from planner.solvers.result import Reason, Result
 
 MOST_COLUMNS = 36_000  # of decisions: with those that linearise products they are 60,000
 # Seconds to write the program and solve its relaxation once: half of what 900 to 17,700 decisions took.

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.ir import Graph, Phase
-from graphs.simulate import simulate
-from solvers.baselines.common.recomputation import find_needed
-from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places, select_evenly
-from solvers.baselines.common.verdicts import Candidate, answer
-from solvers.request import Request
-from solvers.result import Result
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.simulate import simulate
+from planner.solvers.baselines.common.recomputation import find_needed
+from planner.solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places, select_evenly
+from planner.solvers.baselines.common.verdicts import Candidate, answer
+from planner.solvers.request import Request
+from planner.solvers.result import Result
 
 Floats = NDArray[np.float64]
 

@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from graphs.schedule import Schedule, schedule_of
-from graphs.simulate import simulate
-from graphs.units import format_bytes, format_seconds
-from solvers.baselines import checkmate
-from solvers.baselines.checkmate import CLASS, NOT_WRITTEN, CheckmateProgram
-from solvers.baselines.common.pulp_solvers import HIGHS, check_clock, check_milp_solver, read_versions, solve_model
-from solvers.baselines.common.verdicts import Verdict, build_result
-from solvers.bounds import bound_least_budget, describe_too_small
-from solvers.highs.builder import ONE
-from solvers.highs.program import Answer, Floats, Outcome
-from solvers.request import Request
-from solvers.result import Reason, Result, Status, decide_status, describe_class
+from planner.graphs.schedule import Schedule, schedule_of
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_bytes, format_seconds
+from planner.solvers.baselines import checkmate
+from planner.solvers.baselines.checkmate import CLASS, NOT_WRITTEN, CheckmateProgram
+from planner.solvers.baselines.common.pulp_solvers import HIGHS, check_clock, check_milp_solver, read_versions, solve_model
+from planner.solvers.baselines.common.verdicts import Verdict, build_result
+from planner.solvers.bounds import bound_least_budget, describe_too_small
+from planner.solvers.highs.builder import ONE
+from planner.solvers.highs.program import Answer, Floats, Outcome
+from planner.solvers.request import Request
+from planner.solvers.result import Reason, Result, Status, decide_status, describe_class
 
 FRACTIONS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -14,10 +14,10 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from graphs.ir import Graph, Op, Phase
-from solvers.baselines.common.blocks import find_blockings
-from solvers.baselines.common.recomputation import recompute_groups
-from solvers.baselines.common.torch_ops import (
+from planner.graphs.ir import Graph, Op, Phase
+from planner.solvers.baselines.common.blocks import find_blockings
+from planner.solvers.baselines.common.recomputation import recompute_groups
+from planner.solvers.baselines.common.torch_ops import (
     ATTENTION,
     COMPUTE_INTENSIVE,
     CONVOLUTION,
@@ -26,9 +26,9 @@ from solvers.baselines.common.torch_ops import (
     extract_base_name,
     is_one_of,
 )
-from solvers.baselines.common.verdicts import Candidate, answer, build_failure
-from solvers.request import Request
-from solvers.result import Reason, Result
+from planner.solvers.baselines.common.verdicts import Candidate, answer, build_failure
+from planner.solvers.request import Request
+from planner.solvers.result import Reason, Result
 
 
 class SacRule(StrEnum):

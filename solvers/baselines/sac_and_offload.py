@@ -12,14 +12,14 @@ schedule that fits is returned.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from graphs.ir import Phase
-from solvers.baselines.common.blocks import find_blockings
-from solvers.baselines.common.offloading import Layers, Offer, answer_by_offloading, schedule_with
-from solvers.baselines.common.recomputation import recompute_groups
-from solvers.baselines.common.verdicts import Candidate
-from solvers.baselines.sac import save_lists, select_listed_ops
-from solvers.request import Request
-from solvers.result import Result
+from planner.graphs.ir import Phase
+from planner.solvers.baselines.common.blocks import find_blockings
+from planner.solvers.baselines.common.offloading import Layers, Offer, answer_by_offloading, schedule_with
+from planner.solvers.baselines.common.recomputation import recompute_groups
+from planner.solvers.baselines.common.verdicts import Candidate
+from planner.solvers.baselines.sac import save_lists, select_listed_ops
+from planner.solvers.request import Request
+from planner.solvers.result import Result
 
 _SHARES = (1.0, 0.75, 0.5, 0.25)  # of the offloadable bytes, as budgets on the host
 

@@ -9,10 +9,17 @@ Small tensors stay, as with the option offload, and so do tensors that the host 
 
 from collections.abc import Iterator
 
-from solvers.baselines.common.offloading import Fetch, Moves, Offer, answer_by_offloading, iterate_run_starts, schedule_with
-from solvers.baselines.common.verdicts import Candidate
-from solvers.request import Request
-from solvers.result import Result
+from planner.solvers.baselines.common.offloading import (
+    Fetch,
+    Moves,
+    Offer,
+    answer_by_offloading,
+    iterate_run_starts,
+    schedule_with,
+)
+from planner.solvers.baselines.common.verdicts import Candidate
+from planner.solvers.request import Request
+from planner.solvers.result import Result
 
 
 def solve(request: Request) -> Result:

@@ -13,7 +13,7 @@ XEngine's 0-1 program is Checkmate's (``common.checkmate_program``) on several d
     minimise sum of c_di R[d,t,i] + sum of copy_dex A[d,e,t,x,v]
 
 In the paper, a copy is the product R[e,t,v] Z[d,t,x] with Z = R or S, which stays quadratic; A linearises it, once for each
-tensor and device. Other changes mend a defect, or are needed to agree with ``graphs.simulate``:
+tensor and device. Other changes mend a defect, or are needed to agree with ``planner.graphs.simulate``:
 
 - a tensor that is on a device already is not copied there again; of several sources one is chosen;
 - a copy takes memory where it arrives, from the turn of its first reader to that of the last, and its source stays until then;
@@ -22,7 +22,7 @@ tensor and device. Other changes mend a defect, or are needed to agree with ``gr
 
 With `stay` a copy may be handed over to the next stage as well, and with `ahead` be made at the beginning of a stage.
 
-For the makespan in place of the sum the clocks of the simulation (``graphs.clocks``) are rows of the program.
+For the makespan in place of the sum the clocks of the simulation (``planner.graphs.clocks``) are rows of the program.
 
 Devices work in parallel, and so do the channels between them. In the program's order of issue, T_d is the clock of device d, K_de
 that of the channel from d to e, W[d,t,x] the time at which x is ready on d in stage t, Z[d,t,x] the end of the last copy of x
@@ -48,21 +48,21 @@ from types import MappingProxyType
 
 import numpy as np
 
-from graphs.ir import Graph
-from graphs.options.passes import find_due
-from graphs.options.placement import Placement, get_placement
-from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
-from graphs.simulate import simulate
-from graphs.units import format_bytes
-from solvers import highs
-from solvers.baselines.common.checkmate_program import BEGIN, StageProgram
-from solvers.baselines.common.program_size import ProgramSize
-from solvers.baselines.common.verdicts import Verdict, build_result, judge
-from solvers.clock import Clock, measure_rest
-from solvers.highs.builder import ONE, Term, Weighted
-from solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks
-from solvers.request import Request
-from solvers.result import Reason, Result, Status
+from planner.graphs.ir import Graph
+from planner.graphs.options.passes import find_due
+from planner.graphs.options.placement import Placement, get_placement
+from planner.graphs.schedule import Compute, Free, Schedule, Step, schedule_of
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_bytes
+from planner.solvers import highs
+from planner.solvers.baselines.common.checkmate_program import BEGIN, StageProgram
+from planner.solvers.baselines.common.program_size import ProgramSize
+from planner.solvers.baselines.common.verdicts import Verdict, build_result, judge
+from planner.solvers.clock import Clock, measure_rest
+from planner.solvers.highs.builder import ONE, Term, Weighted
+from planner.solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks
+from planner.solvers.request import Request
+from planner.solvers.result import Reason, Result, Status
 
 MOST_COLUMNS = 40_000
 MOST_DECISIONS = 24_000  # of R and S: with A they are 40,000

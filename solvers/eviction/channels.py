@@ -12,7 +12,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.problem import Problem
+from planner.solvers.problem import Problem
 
 NEVER = 1 << 60  # the next use of a tensor that is not used again
 

@@ -5,8 +5,8 @@ tensor is known (as in Belady's rule for caches), missing tensors are recomputed
 for the others, and several rules can be tried. A tensor that may be offloaded is reloaded or recomputed, whichever costs less.
 
 Known weaknesses: a run does not look ahead for an op that will not fit, except that rules may keep gradients (`gradients_stay`),
-and a rule that fails proves nothing. So several rules are tried, and ``solvers.windows.strategies.random_keys`` varies them and
-follows solutions of the relaxation.
+and a rule that fails proves nothing. So several rules are tried, and ``planner.solvers.windows.strategies.random_keys`` varies
+them and follows solutions of the relaxation.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graphs.ir import Phase
-from solvers.eviction.channels import NEVER, Channels
-from solvers.eviction.rules import DEFAULT, SLACK_EXECUTIONS, EvictionRule, EvictionSettings, Guide
-from solvers.problem import Problem
+from planner.graphs.ir import Phase
+from planner.solvers.eviction.channels import NEVER, Channels
+from planner.solvers.eviction.rules import DEFAULT, SLACK_EXECUTIONS, EvictionRule, EvictionSettings, Guide
+from planner.solvers.problem import Problem
 
 _DOOMED_S = 1e9  # cost of a tensor that there will be no room to recompute
-WORK_PER_EVICTION = 4e-5  # and per execution, see ``solvers.clock``
+WORK_PER_EVICTION = 4e-5  # and per execution, see ``planner.solvers.clock``
 
 
 class Evicted(NamedTuple):

@@ -3,15 +3,15 @@
 from collections.abc import Callable
 from functools import partial
 
-from graphs.errors import ScheduleError
-from graphs.ir import Graph
-from graphs.schedule import Schedule, schedule_of
-from graphs.simulate import simulate
-from solvers.bounds import bound_least_budget
-from solvers.clock import Clock, poll
-from solvers.eviction.engine import WORK_PER_EVICTION, find_evicting_order
-from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionSettings
-from solvers.problem import build_problem
+from planner.graphs.errors import ScheduleError
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Schedule, schedule_of
+from planner.graphs.simulate import simulate
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.clock import Clock, poll
+from planner.solvers.eviction.engine import WORK_PER_EVICTION, find_evicting_order
+from planner.solvers.eviction.rules import RULES, TIGHT_RULES, EvictionSettings
+from planner.solvers.problem import build_problem
 
 _PRECISION = 0.005  # of the peak
 
@@ -21,7 +21,7 @@ def find_least_evicting_schedule(
 ) -> Schedule | None:
     """Return the schedule of least peak that a rule finds before the clock's limit or `should_stop`; None if there is none.
 
-    The search stops at `proved_bytes`, by default the bound of ``solvers.bounds``.
+    The search stops at `proved_bytes`, by default the bound of ``planner.solvers.bounds``.
     """
     has_ended = partial(poll, clock, WORK_PER_EVICTION, should_stop)
     problem = build_problem(graph, graph.static_bytes)

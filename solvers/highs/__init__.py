@@ -14,9 +14,9 @@ from collections.abc import Mapping
 import highspy
 import numpy as np
 
-from solvers.clock import Clock, measure_rest
-from solvers.highs.program import Answer, Floats, HighsError, Milp, Option, Outcome, SolveCallbacks
-from solvers.highs.run import HighsRun
+from planner.solvers.clock import Clock, measure_rest
+from planner.solvers.highs.program import Answer, Floats, HighsError, Milp, Option, Outcome, SolveCallbacks
+from planner.solvers.highs.run import HighsRun
 
 _FEASIBILITY = 1e-6  # by how much a row may be violated, and an integer be off
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from solvers.highs.program import Matrix, Milp
+from planner.solvers.highs.program import Matrix, Milp
 
 POLL_EVERY = 2000  # entries of a matrix, a row counting as ten
 

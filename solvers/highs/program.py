@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.errors import PlannerError
+from planner.graphs.errors import PlannerError
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int32]

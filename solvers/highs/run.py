@@ -17,8 +17,8 @@ from typing import Any
 import highspy
 import numpy as np
 
-from solvers.clock import Clock, measure_rest
-from solvers.highs.program import Floats, Milp, SolveCallbacks
+from planner.solvers.clock import Clock, measure_rest
+from planner.solvers.highs.program import Floats, Milp, SolveCallbacks
 
 _POLL_S = 0.05  # polling interval of the caller's thread
 _GRACE_S = 2.0  # wait for a stopped solve before it is abandoned

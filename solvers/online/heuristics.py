@@ -24,7 +24,7 @@ from functools import reduce
 
 import numpy as np
 
-from solvers.online.storages import Floats, Ints, Storages
+from planner.solvers.online.storages import Floats, Ints, Storages
 
 MIB = 2**20
 BYTES_PER_S = 1e8  # by which MegEngine estimates the time of an op

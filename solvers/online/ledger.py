@@ -1,8 +1,8 @@
 """A ledger of storages for eviction while a step runs: costs, last uses and neighbourhoods, which grows as ops come.
 
-It knows nothing of tensors, graphs or memory. Its driver, the replay of a graph (``solvers.baselines.common.online``), tells it
-what is computed, read, evicted and freed for good, and asks it for the storage that a heuristic evicts next. Terms are those of
-dynamic tensor rematerialization (DTR, Kirisame et al., ICLR 2021).
+It knows nothing of tensors, graphs or memory. Its driver, the replay of a graph (``planner.solvers.baselines.common.online``),
+tells it what is computed, read, evicted and freed for good, and asks it for the storage that a heuristic evicts next. Terms are
+those of dynamic tensor rematerialization (DTR, Kirisame et al., ICLR 2021).
 
 Ids are used again once a storage is dropped, so that a long run takes no more memory than what it has alive. A storage that is
 dropped for good pins what was computed from it, since that could not be recomputed any more.
@@ -18,8 +18,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from solvers.online.heuristics import Heuristic, make_heuristic
-from solvers.online.storages import LedgerOp, Storages
+from planner.solvers.online.heuristics import Heuristic, make_heuristic
+from planner.solvers.online.storages import LedgerOp, Storages
 
 
 class Deallocation(StrEnum):

@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Sequence
 
-from graphs.ir import Graph, Op
-from graphs.schedule import Compute, keep_everything
-from graphs.simulate import simulate
-from graphs.walks import walk
+from planner.graphs.ir import Graph, Op
+from planner.graphs.schedule import Compute, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.walks import walk
 
 
 def keep_everything_peak_bytes(graph: Graph) -> int:

@@ -10,16 +10,16 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from graphs.ir import Graph
-from graphs.options import extract_eager_program, remove_options
-from graphs.reordering import Reordering, keep_program_order, permute
-from graphs.schedule import Schedule
-from solvers.bounds import bound_least_budget
-from solvers.clock import Clock, WorkClock, poll
-from solvers.order.peak import bound_any_order_peak_bytes, find_peak, keep_everything_peak_bytes
-from solvers.order.sifting import sift_ops
-from solvers.places import may_replace
-from solvers.result import Result
+from planner.graphs.ir import Graph
+from planner.graphs.options import extract_eager_program, remove_options
+from planner.graphs.reordering import Reordering, keep_program_order, permute
+from planner.graphs.schedule import Schedule
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.clock import Clock, WorkClock, poll
+from planner.solvers.order.peak import bound_any_order_peak_bytes, find_peak, keep_everything_peak_bytes
+from planner.solvers.order.sifting import sift_ops
+from planner.solvers.places import may_replace
+from planner.solvers.result import Result
 
 _WORK_PER_MOVE = 1e-7  # per move and passed op
 _LOWER = 1e-4  # relative to the peak; a smaller decrease gains nothing

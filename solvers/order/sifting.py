@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.ir import Graph
+from planner.graphs.ir import Graph
 
 _PASSES = 50  # over all ops; graphs of real models need three
 

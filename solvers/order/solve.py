@@ -6,7 +6,7 @@ have no meaning.
 
 Tried and given up: to search an order first, for up to a quarter of the limit. On graphs of 6,000 ops and more that took longer
 than the proof in program order, and it gained nothing on transformers. Known weakness: the bound is that of one order. No other
-bound holds for all orders than those of ``solvers.bounds`` and ``solvers.order.peak``.
+bound holds for all orders than those of ``planner.solvers.bounds`` and ``planner.solvers.order.peak``.
 """
 
 import math
@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from graphs.ir import Graph
-from graphs.reordering import Reordering, keep_program_order
-from solvers.bounds import find_any_order_need
-from solvers.clock import BackgroundThread, Clock
-from solvers.order.reorder import find_order, lowers_peak, map_result_back, may_lower_peak, reorder_by
-from solvers.registry import Solver
-from solvers.request import Request, Start
-from solvers.result import SOLVED, Ending, Result, SolveProgress, Status, decide_status, get_tolerance, is_within
+from planner.graphs.ir import Graph
+from planner.graphs.reordering import Reordering, keep_program_order
+from planner.solvers.bounds import find_any_order_need
+from planner.solvers.clock import BackgroundThread, Clock
+from planner.solvers.order.reorder import find_order, lowers_peak, map_result_back, may_lower_peak, reorder_by
+from planner.solvers.registry import Solver
+from planner.solvers.request import Request, Start
+from planner.solvers.result import SOLVED, Ending, Result, SolveProgress, Status, decide_status, get_tolerance, is_within
 
 _POLL = 0.05  # of the clock
 _GRACE_S = 5.0  # wait for its end after a request to stop

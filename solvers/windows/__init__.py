@@ -7,16 +7,16 @@ the idea, docs/formulation.md the program, ``driver.py`` the loop.
 
 import numpy as np
 
-from graphs.units import format_bytes, format_enough
-from solvers import highs
-from solvers.bounds import WAY_OUT, bound_least_budget, describe_too_small
-from solvers.child_process import describe_error
-from solvers.pass_ends import add_pass_ends
-from solvers.request import Request
-from solvers.result import Ending, Reason, Result, Status, decide_status
-from solvers.windows.driver import run
-from solvers.windows.parts import fail
-from solvers.windows.search import Search
+from planner.graphs.units import format_bytes, format_enough
+from planner.solvers import highs
+from planner.solvers.bounds import WAY_OUT, bound_least_budget, describe_too_small
+from planner.solvers.child_process import describe_error
+from planner.solvers.pass_ends import add_pass_ends
+from planner.solvers.request import Request
+from planner.solvers.result import Ending, Reason, Result, Status, decide_status
+from planner.solvers.windows.driver import run
+from planner.solvers.windows.parts import fail
+from planner.solvers.windows.search import Search
 
 
 def solve(request: Request) -> Result:

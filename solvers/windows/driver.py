@@ -17,23 +17,23 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
-from solvers.clock import BackgroundThread
-from solvers.windows.option_sets import goes_last, make_option_parts, make_plain_parts
-from solvers.windows.part_process import Inbox
-from solvers.windows.parts import LAST, Part, end_background, start_in_background, start_process, turn_of, wait_for
-from solvers.windows.search import Search
-from solvers.windows.strategies.branches import Branches
-from solvers.windows.strategies.commitments import Commitment, Commitments, Orders
-from solvers.windows.strategies.first_schedules import (
+from planner.solvers.clock import BackgroundThread
+from planner.solvers.windows.option_sets import goes_last, make_option_parts, make_plain_parts
+from planner.solvers.windows.part_process import Inbox
+from planner.solvers.windows.parts import LAST, Part, end_background, start_in_background, start_process, turn_of, wait_for
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies.branches import Branches
+from planner.solvers.windows.strategies.commitments import Commitment, Commitments, Orders
+from planner.solvers.windows.strategies.first_schedules import (
     OFFLOADING_RULES_LIMIT,
     EvictionRules,
     Imitation,
     KeepEverything,
 )
-from solvers.windows.strategies.portfolio import OffloadingPortfolio, Portfolio
-from solvers.windows.strategies.refinement import Relaxation
-from solvers.windows.strategies.state_space import StateSpace
-from solvers.windows.strategies.strategy import Strategy
+from planner.solvers.windows.strategies.portfolio import OffloadingPortfolio, Portfolio
+from planner.solvers.windows.strategies.refinement import Relaxation
+from planner.solvers.windows.strategies.state_space import StateSpace
+from planner.solvers.windows.strategies.strategy import Strategy
 
 _EARLY_RULES_LIMIT = 0.2  # of the clock: for eviction rules before the relaxation, until one finds a schedule
 _RULES_LIMIT = 1.0  # for the other rules while no other strategy searches

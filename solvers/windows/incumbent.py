@@ -7,10 +7,10 @@ error, and no result is reported: a wrong row or failed arithmetic must not beco
 import math
 import threading
 
-from graphs.units import format_seconds
-from solvers.problem import OBJECTIVE_SCALE, Problem
-from solvers.request import Request
-from solvers.windows.decoding.decode import NOWHERE_BYTES, Trial
+from planner.graphs.units import format_seconds
+from planner.solvers.problem import OBJECTIVE_SCALE, Problem
+from planner.solvers.request import Request
+from planner.solvers.windows.decoding.decode import NOWHERE_BYTES, Trial
 
 _INTERVAL_S = 0.4
 

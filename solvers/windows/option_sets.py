@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-from graphs.ir import Graph
-from graphs.options.placement import remove_placement
-from graphs.options.selection import get_option_name, remove_ops
-from graphs.options.transfers import find_transfers
-from graphs.pools import COMPUTE
-from solvers.windows.decoding.decode import Trial
-from solvers.windows.parts import AFTER, LAST, OwnProcess, Part
-from solvers.windows.search import Search
-from solvers.windows.strategies.commitments import Commitments
+from planner.graphs.ir import Graph
+from planner.graphs.options.placement import remove_placement
+from planner.graphs.options.selection import get_option_name, remove_ops
+from planner.graphs.options.transfers import find_transfers
+from planner.graphs.pools import COMPUTE
+from planner.solvers.windows.decoding.decode import Trial
+from planner.solvers.windows.parts import AFTER, LAST, OwnProcess, Part
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies.commitments import Commitments
 
 
 def make_plain_parts(search: Search) -> list[Part]:

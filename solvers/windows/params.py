@@ -1,8 +1,8 @@
 """Parameters of the exact solver: they change how fast it finds schedules and proofs, not what is proved.
 
-Durations are in the unit of the clock (``solvers.clock``): seconds, or units of work. Shares of the step are of its time without
-recomputation. The values were found on the graphs of ``make bench-solve``. Here are those that a user could have a reason to set;
-the others are constants beside their use.
+Durations are in the unit of the clock (``planner.solvers.clock``): seconds, or units of work. Shares of the step are of its time
+without recomputation. The values were found on the graphs of ``make bench-solve``. Here are those that a user could have a reason
+to set; the others are constants beside their use.
 """
 
 import json
@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
-from graphs.errors import UsageError
-from solvers.eviction.rules import RULES, EvictionRule
-from solvers.registry import SOLVERS
+from planner.graphs.errors import UsageError
+from planner.solvers.eviction.rules import RULES, EvictionRule
+from planner.solvers.registry import SOLVERS
 
 # Methods that try most come last.
 _IMITATED = ("checkpoint-blocks", "sac-attention", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy", "sac")
@@ -111,7 +111,7 @@ class WindowsParams:
             raise UsageError("bound.first_slice is 0: must be above 0")
         if self.bound.longer < 1:
             raise UsageError(f"bound.longer is {self.bound.longer!r}: must be at least 1")
-        methods = [name for name, entry in SOLVERS.items() if entry.module.startswith("solvers.baselines.")]
+        methods = [name for name, entry in SOLVERS.items() if entry.module.startswith("planner.solvers.baselines.")]
         if unknown := [name for name in self.first_schedule.imitated if name not in methods]:
             raise UsageError(f"first_schedule.imitated has {unknown[0]!r}: choose from {', '.join(methods)}")
 

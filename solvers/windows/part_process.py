@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from graphs.ir import Graph
-from solvers.child_process import ChildProcess, connect_to_parent, describe_error
-from solvers.clock import WallClock
-from solvers.request import Request
-from solvers.tolerance import Tolerance
-from solvers.windows.decoding.decode import Order, Trial
-from solvers.windows.params import WindowsParams
-from solvers.windows.search import Search
+from planner.graphs.ir import Graph
+from planner.solvers.child_process import ChildProcess, connect_to_parent, describe_error
+from planner.solvers.clock import WallClock
+from planner.solvers.request import Request
+from planner.solvers.tolerance import Tolerance
+from planner.solvers.windows.decoding.decode import Order, Trial
+from planner.solvers.windows.params import WindowsParams
+from planner.solvers.windows.search import Search
 
 
 @dataclass(slots=True)

@@ -23,15 +23,15 @@ from functools import partial
 
 import numpy as np
 
-from graphs.ir import Graph
-from solvers.child_process import describe_error
-from solvers.clock import BackgroundThread, Clock, measure_rest
-from solvers.request import Request
-from solvers.tolerance import Tolerance
-from solvers.windows.decoding.decode import Trial
-from solvers.windows.params import WindowsParams
-from solvers.windows.part_process import Inbox, PartProcess, PartTask, SearchEnd
-from solvers.windows.search import Search
+from planner.graphs.ir import Graph
+from planner.solvers.child_process import describe_error
+from planner.solvers.clock import BackgroundThread, Clock, measure_rest
+from planner.solvers.request import Request
+from planner.solvers.tolerance import Tolerance
+from planner.solvers.windows.decoding.decode import Trial
+from planner.solvers.windows.params import WindowsParams
+from planner.solvers.windows.part_process import Inbox, PartProcess, PartTask, SearchEnd
+from planner.solvers.windows.search import Search
 
 POLL = 0.05  # of the clock, between two polls of background searches
 # Steps of lower priority of a search, each a fourth less of a core:

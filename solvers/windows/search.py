@@ -6,16 +6,16 @@ from typing import Self
 
 import numpy as np
 
-from solvers.clock import Clock
-from solvers.problem import Problem, build_problem
-from solvers.request import Request
-from solvers.windows.decoding.decode import Order, Trial, is_possible, try_out
-from solvers.windows.decoding.expand import Solution
-from solvers.windows.decoding.pruning import prune
-from solvers.windows.incumbent import Incumbent, ProgressReports
-from solvers.windows.params import WindowsParams
-from solvers.windows.relaxation.discretization import Discretization
-from solvers.windows.stopping import StoppingRule
+from planner.solvers.clock import Clock
+from planner.solvers.problem import Problem, build_problem
+from planner.solvers.request import Request
+from planner.solvers.windows.decoding.decode import Order, Trial, is_possible, try_out
+from planner.solvers.windows.decoding.expand import Solution
+from planner.solvers.windows.decoding.pruning import prune
+from planner.solvers.windows.incumbent import Incumbent, ProgressReports
+from planner.solvers.windows.params import WindowsParams
+from planner.solvers.windows.relaxation.discretization import Discretization
+from planner.solvers.windows.stopping import StoppingRule
 
 WORK_PER_EXECUTION = 1e-5  # of a simulation
 _KEPT_SOLUTIONS = 3

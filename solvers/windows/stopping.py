@@ -4,12 +4,12 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from solvers.clock import measure_rest, poll
-from solvers.memory import read_resident_bytes
-from solvers.request import Request
-from solvers.result import is_within
-from solvers.windows.incumbent import Incumbent
-from solvers.windows.params import BoundParams
+from planner.solvers.clock import measure_rest, poll
+from planner.solvers.memory import read_resident_bytes
+from planner.solvers.request import Request
+from planner.solvers.result import is_within
+from planner.solvers.windows.incumbent import Incumbent
+from planner.solvers.windows.params import BoundParams
 
 CLOSE_GAP = 0.05  # of the tolerance: models are solved to it once the tolerance is reached
 _LEAST_MOMENT, _MOMENT_SHARE = 0.5, 0.5  # of the clock, and of the time so far: a solve within the tolerance goes on so long

@@ -25,7 +25,7 @@ from benchmarks.first_step_run import (
     get_status,
 )
 from benchmarks.process_memory import DataWatch, read_status_bytes, reset_highest_rss
-from graphs.errors import InfeasibleError, OutOfMemoryError
+from planner.graphs.errors import InfeasibleError, OutOfMemoryError
 from planner.studies.blocks import InapplicableError
 from planner.studies.rows import read_rows
 from tests.support import first_step_tiny

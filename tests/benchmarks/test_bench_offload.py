@@ -24,10 +24,10 @@ from benchmarks.offload import (
     solve,
 )
 from benchmarks.offload_sizes import CASES, STUDY, TABLE, SizeCase, search
-from graphs.errors import BudgetError
-from graphs.synthetic.random_graphs import draw_training_step
-from graphs.units import format_ratio
 from planner.capture.workload.workload import parse_spec
+from planner.graphs.errors import BudgetError
+from planner.graphs.synthetic.random_graphs import draw_training_step
+from planner.graphs.units import format_ratio
 from planner.settings.option_settings import build_option_settings
 from planner.studies import sizes
 from planner.studies.tables import format_markdown

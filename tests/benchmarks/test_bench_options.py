@@ -21,14 +21,14 @@ from benchmarks.options_table import (
     format_table,
     list_sets,
 )
-from graphs.ir import Op
-from graphs.units import format_ratio
 from planner.capture.options import OPTIONS
 from planner.capture.workload.models import build
 from planner.capture.workload.workload import parse_spec
+from planner.graphs.ir import Op
+from planner.graphs.units import format_ratio
 from planner.measure import tracing
+from planner.solvers.clock import WorkClock
 from planner.studies.rows import read_rows
-from solvers.clock import WorkClock
 
 RESULTS = Path(__file__).parents[2] / "results" / "options"
 SPECS = {"step": "zoo:mlp"}

@@ -22,9 +22,9 @@ from benchmarks.placement import (
     format_table,
     pair_of,
 )
-from graphs.options.surroundings import OtherDevice
-from graphs.synthetic.small import make_training_chain
 from planner.capture.workload.models import Workload
+from planner.graphs.options.surroundings import OtherDevice
+from planner.graphs.synthetic.small import make_training_chain
 
 FOLDER = Path(__file__).parents[2] / "results" / "placement"
 

@@ -10,10 +10,10 @@ from benchmarks import addresses, reserved, resident
 from benchmarks.addresses import PUBLIC, TABLE, main, solve_addresses, solve_plans
 from benchmarks.reserved import ARENA, BUDGETS, COUNTS, ReservedRow, compute_reserved_with_pool_bytes, plan_row, run
 from benchmarks.resident import ResidentRow
-from graphs.addresses import Buffer
-from graphs.allocators.training import Training, usage_of
-from graphs.synthetic.transformer import TransformerSize, transformer
-from graphs.units import format_bytes
+from planner.graphs.addresses import Buffer
+from planner.graphs.allocators.training import Training, usage_of
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
+from planner.graphs.units import format_bytes
 from planner.studies.rows import KeptRows
 from planner.studies.tables import format_markdown
 from tests.support.graphs.buffers import packed_buffers

@@ -12,7 +12,7 @@ from benchmarks.solve import STUDY, main, solve_instance
 from benchmarks.solve_case import SolverRow
 from benchmarks.solve_suites import Instance, make_between, make_share_of_peak
 from benchmarks.solve_table import compute_medians, iterate_rows
-from graphs.synthetic.random_graphs import draw_training_step
+from planner.graphs.synthetic.random_graphs import draw_training_step
 
 
 def test_suites_include_only_published_graphs_present(tmp_path: Path) -> None:

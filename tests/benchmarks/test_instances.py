@@ -11,9 +11,9 @@ import pytest
 from benchmarks.instances.check import NotValidError, check
 from benchmarks.instances.make import FOLDER, SYNTHETIC, TRACED, build_document, encode_steps, generate_graphs, main
 from benchmarks.instances.read import list_names, read
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_training_step
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_training_step
 from tests.support.models.steps import random_schedule
 
 

@@ -10,11 +10,11 @@ import pytest
 from benchmarks import compare
 from benchmarks.compare import FOR_SMALL_GRAPHS
 from benchmarks.compare_summary import BUDGETS, format_summary
+from planner.solvers.registry import SOLVERS
+from planner.solvers.result import Reason, Status
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound_of, select_simulated
 from planner.studies.comparisons import format_tables
 from planner.studies.rows import read_rows
-from solvers.registry import SOLVERS
-from solvers.result import Reason, Status
 
 FOLDER = Path(__file__).parents[2] / "results" / "compare"
 FILES = sorted(FOLDER.glob("*/*/rows.csv"))

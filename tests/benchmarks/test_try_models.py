@@ -40,7 +40,7 @@ from benchmarks.try_models import (
 )
 from planner.capture.workload.models import Workload
 from planner.measure.steps import get_loss
-from solvers import child_process
+from planner.solvers import child_process
 from tests.support.models.residual_blocks import blocks
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning:torch.*"), pytest.mark.usefixtures("solves_at_once")]

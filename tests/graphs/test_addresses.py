@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from graphs.addresses import AddressError, Buffer, Offsets, buffers_of, check_offsets, count_moments, live_bytes
-from graphs.ir import Graph
-from graphs.requests import WORKSPACE, MemoryRequest
-from graphs.schedule import Compute, Schedule, keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_overwriting
-from graphs.synthetic.small import make_training_chain
+from planner.graphs.addresses import AddressError, Buffer, Offsets, buffers_of, check_offsets, count_moments, live_bytes
+from planner.graphs.ir import Graph
+from planner.graphs.requests import WORKSPACE, MemoryRequest
+from planner.graphs.schedule import Compute, Schedule, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_overwriting
+from planner.graphs.synthetic.small import make_training_chain
 from tests.support.graphs.buffers import random_buffers
 from tests.support.graphs.event_judge import runs
 from tests.support.graphs.random_choices import graph_with_choices, schedule_with_choices

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from graphs.checks import check_graph, check_plain
-from graphs.errors import GraphError
-from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.options import remove_options
-from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, Pool
-from graphs.schedule import keep_everything
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_graph, draw_training_step
-from graphs.synthetic.small import make_chain
+from planner.graphs.checks import check_graph, check_plain
+from planner.graphs.errors import GraphError
+from planner.graphs.ir import Graph, Op, Phase, Tensor
+from planner.graphs.options import remove_options
+from planner.graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, Pool
+from planner.graphs.schedule import keep_everything
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from planner.graphs.synthetic.small import make_chain
 from planner.plans.solve import solve
 from planner.show.facts.graph import collect_graph_facts
-from solvers.registry import get_solver
+from planner.solvers.registry import get_solver
 from tests.support.graphs.small_graphs import diamond
 from tests.support.solvers.answers import ask
 

@@ -5,20 +5,20 @@ from itertools import permutations
 
 import pytest
 
-from graphs.errors import GraphError, UsageError
-from graphs.io.graph_document import build_from_dict, convert_to_dict
-from graphs.ir import Graph, Op, Tensor
-from graphs.options import remove_options
-from graphs.options.compress import VARIANCE
-from graphs.options.offload import LEAST_BYTES, NO_OFFLOADS, OFFLOAD, remove_offload
-from graphs.options.placement import PLACEMENT, get_placement, get_placement_with_options, is_placed, remove_placement
-from graphs.options.selection import remove_computed
-from graphs.options.surroundings import Link, Surroundings
-from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, name_channel
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_graph
-from graphs.synthetic.small import make_training_chain
 from planner.capture.options import OPTIONS, apply_options
+from planner.graphs.errors import GraphError, UsageError
+from planner.graphs.io.graph_document import build_from_dict, convert_to_dict
+from planner.graphs.ir import Graph, Op, Tensor
+from planner.graphs.options import remove_options
+from planner.graphs.options.compress import VARIANCE
+from planner.graphs.options.offload import LEAST_BYTES, NO_OFFLOADS, OFFLOAD, remove_offload
+from planner.graphs.options.placement import PLACEMENT, get_placement, get_placement_with_options, is_placed, remove_placement
+from planner.graphs.options.selection import remove_computed
+from planner.graphs.options.surroundings import Link, Surroundings
+from planner.graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, name_channel
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_graph
+from planner.graphs.synthetic.small import make_training_chain
 from tests.support.graphs.event_judge import judged, runs
 from tests.support.graphs.random_choices import BESIDE, any_schedule, around, found_in_a_step
 

@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from graphs.errors import GraphError, ScheduleError
-from graphs.io.graph_document import build_from_dict, convert_to_dict
-from graphs.ir import Graph, Kind, Op, Phase, Tensor
-from graphs.options.gather import ADD, GATHER, OVERLAP, REDUCE, InsertedUnits, Shard, Sum, Unit, insert_units
-from graphs.options.placement import PLACEMENT, get_placement
-from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.options.transfers import find_transfers
-from graphs.schedule import Compute, Free, Schedule, keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_graph
 from planner.capture.options import apply_options
+from planner.graphs.errors import GraphError, ScheduleError
+from planner.graphs.io.graph_document import build_from_dict, convert_to_dict
+from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
+from planner.graphs.options.gather import ADD, GATHER, OVERLAP, REDUCE, InsertedUnits, Shard, Sum, Unit, insert_units
+from planner.graphs.options.placement import PLACEMENT, get_placement
+from planner.graphs.options.surroundings import Link, OtherDevice, Surroundings
+from planner.graphs.options.transfers import find_transfers
+from planner.graphs.schedule import Compute, Free, Schedule, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_graph
 from tests.support.graphs.collective_costs import build_cost
 from tests.support.graphs.event_judge import judged, runs
 from tests.support.graphs.options import on_devices, with_trips

@@ -7,16 +7,16 @@ from functools import partial
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from graphs.addresses import find_lifetimes
-from graphs.clocks import find_passages, run_clocks
-from graphs.errors import GraphError, ScheduleError
-from graphs.ir import Graph, Op, Tensor
-from graphs.pools import COMPUTE, DEVICE, Pool
-from graphs.schedule import Compute, Free, Schedule, Step, keep_everything, schedule_of
-from graphs.simulate import Simulation, simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_graph, draw_overwriting
-from graphs.synthetic.small import make_chain, make_training_chain
+from planner.graphs.addresses import find_lifetimes
+from planner.graphs.clocks import find_passages, run_clocks
+from planner.graphs.errors import GraphError, ScheduleError
+from planner.graphs.ir import Graph, Op, Tensor
+from planner.graphs.pools import COMPUTE, DEVICE, Pool
+from planner.graphs.schedule import Compute, Free, Schedule, Step, keep_everything, schedule_of
+from planner.graphs.simulate import Simulation, simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_overwriting
+from planner.graphs.synthetic.small import make_chain, make_training_chain
 from tests.support.graphs.event_judge import during, judged, live, runs
 from tests.support.graphs.options import in_two_passes
 from tests.support.graphs.random_choices import graph_with_choices, schedule_with_choices

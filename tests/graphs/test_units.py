@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, strategies as st
 
-from graphs.errors import BudgetError
-from graphs.units import format_bytes, format_enough, format_ratio, format_seconds, parse_budget
 from planner.cli import argument_types
+from planner.graphs.errors import BudgetError
+from planner.graphs.units import format_bytes, format_enough, format_ratio, format_seconds, parse_budget
 
 PEAK_BYTES = 2 * 10**9
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 accelerate = pytest.importorskip("accelerate")
 
 import planner  # noqa: E402
-from graphs.errors import MismatchError  # noqa: E402
+from planner.graphs.errors import MismatchError  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("half_way")]

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 import planner.train.compile.compile as training
-from graphs.errors import EagerWarning, MismatchError, PlannerError, UsageError
-from graphs.io.formats import read_graph, write_graph
-from graphs.ir import Graph
-from graphs.options import remove_options
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
 from planner import solve
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import apply_options
 from planner.capture.options.chunks.find import COUNTS
 from planner.capture.options.traced import replace_graph
 from planner.capture.workload.models import Workload, build
+from planner.graphs.errors import EagerWarning, MismatchError, PlannerError, UsageError
+from planner.graphs.io.formats import read_graph, write_graph
+from planner.graphs.ir import Graph
+from planner.graphs.options import remove_options
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
 from planner.measure import run_plan, tracing
 from planner.measure.tracing import capture_profiled
 from planner.plans import search

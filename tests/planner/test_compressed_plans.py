@@ -9,15 +9,15 @@ import torch
 
 import planner
 from benchmarks.all_compressed import compress_all
-from graphs.errors import MismatchError, PlannerError
-from graphs.options import remove_options
-from graphs.options.compress import COMPRESS, KEEP, RESTORE, VARIANCE
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import apply_options
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.graphs.errors import MismatchError, PlannerError
+from planner.graphs.options import remove_options
+from planner.graphs.options.compress import COMPRESS, KEEP, RESTORE, VARIANCE
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
 from planner.measure import run_plan, steps as measure, tracing
 from planner.measure.pool_memory import measure_peak
 from planner.plans.document import write_plan

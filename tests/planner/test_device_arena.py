@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from graphs.addresses import Buffer
-from graphs.allocators.training import Training
-from graphs.errors import LimitError, MismatchError, UsageError
-from graphs.ir import Graph
-from graphs.synthetic.small import make_training_chain
+from planner.graphs.addresses import Buffer
+from planner.graphs.allocators.training import Training
+from planner.graphs.errors import LimitError, MismatchError, UsageError
+from planner.graphs.ir import Graph
+from planner.graphs.synthetic.small import make_training_chain
 from planner.memory.arena_rules import plan_device_arena
 from planner.memory.reserved import DeviceTraining
 from planner.plans.document import plan_to_dict
@@ -16,9 +16,9 @@ from planner.plans.plan import Plan, plan_from_dict
 from planner.plans.plan_check import check_plan
 from planner.plans.solve import solve
 from planner.settings.counted_memory import CountedMemory
-from solvers.registry import get_solver
-from solvers.request import Request
-from solvers.result import Ending, Result, Status
+from planner.solvers.registry import get_solver
+from planner.solvers.request import Request
+from planner.solvers.result import Ending, Result, Status
 from tests.support.graphs.small_graphs import of_four_sizes
 from tests.support.marks import slow
 from tests.support.solvers.brute_force import fastest

@@ -10,8 +10,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
 import planner  # noqa: E402
-from graphs.errors import TraceError  # noqa: E402
 from planner.capture.trace import capture  # noqa: E402
+from planner.graphs.errors import TraceError  # noqa: E402
 from planner.runtime.executor import Executor  # noqa: E402
 from planner.torch_private.capture import FOLLOWS_COPIES  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402

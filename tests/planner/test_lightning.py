@@ -11,9 +11,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from graphs.errors import PlannerError, TraceError
 from planner.capture.frontend import later_calls
 from planner.capture.frontend.later_calls import is_metric
+from planner.graphs.errors import PlannerError, TraceError
 from planner.lightning import PlannedTraining
 from planner.plans.record import plan_line
 from planner.train.compile.step import PlannedStep

@@ -17,8 +17,8 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 
-from graphs.errors import PlannerError  # noqa: E402
-from graphs.options.gather import GATHER, REDUCE  # noqa: E402
+from planner.graphs.errors import PlannerError  # noqa: E402
+from planner.graphs.options.gather import GATHER, REDUCE  # noqa: E402
 from planner.lightning import PlannedTraining  # noqa: E402
 from planner.torch_private.core import get_local_tensor  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402

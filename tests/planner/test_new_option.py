@@ -14,17 +14,17 @@ import torch
 from torch import nn
 
 import planner
-from graphs.errors import PlannerError, UsageError
-from graphs.io.formats import read_graph, write_graph
-from graphs.ir import Graph
-from graphs.options.option import GraphOption
-from graphs.options.surroundings import Surroundings
-from graphs.options.transfers import OptionBuilder
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_training_step
 from planner.capture import options
 from planner.capture.options import OPTIONS, apply_options, register
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import PlannerError, UsageError
+from planner.graphs.io.formats import read_graph, write_graph
+from planner.graphs.ir import Graph
+from planner.graphs.options.option import GraphOption
+from planner.graphs.options.surroundings import Surroundings
+from planner.graphs.options.transfers import OptionBuilder
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_training_step
 from planner.measure import run_plan
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan

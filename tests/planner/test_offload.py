@@ -7,21 +7,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from graphs.errors import BudgetError, GraphError, InfeasibleError, MismatchError
-from graphs.io.formats import write_graph
-from graphs.ir import Graph
-from graphs.options.surroundings import Link, Surroundings
-from graphs.pools import HOST
-from graphs.synthetic.random_graphs import draw_training_step
 from planner import solve
 from planner.capture.options import apply_options
+from planner.graphs.errors import BudgetError, GraphError, InfeasibleError, MismatchError
+from planner.graphs.io.formats import write_graph
+from planner.graphs.ir import Graph
+from planner.graphs.options.surroundings import Link, Surroundings
+from planner.graphs.pools import HOST
+from planner.graphs.synthetic.random_graphs import draw_training_step
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.settings.link import MEASURED_LINK, LinkProfile, LinkRates
 from planner.settings.option_settings import LINK, RECOMPUTATION, KnownLink, LinkSource, build_option_settings
 from planner.show.facts.graph import collect_graph_facts
-from solvers.order.reorder import find_order
+from planner.solvers.order.reorder import find_order
 from tests.support.cli import call, refused
 
 GB = 10**9

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import planner
-from graphs.errors import GraphError, MismatchError, PlannerError, UsageError
-from graphs.io.formats import read_graph, write_graph
-from graphs.ir import Graph, Op
-from graphs.options.placement import find_fixed
-from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from planner.capture.options import apply_options
 from planner.cli.main import main
+from planner.graphs.errors import GraphError, MismatchError, PlannerError, UsageError
+from planner.graphs.io.formats import read_graph, write_graph
+from planner.graphs.ir import Graph, Op
+from planner.graphs.options.placement import find_fixed
+from planner.graphs.options.surroundings import Link, OtherDevice, Surroundings
 from planner.plans.plan import read_plan
 from planner.plans.solve import solve
 from planner.settings.option_settings import apply_recorded_options, build_option_settings

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import planner
-from graphs.ir import Graph
-from graphs.options.passes import order_by_passes
-from graphs.pools import HOST
-from graphs.simulate import simulate
+from planner.graphs.ir import Graph
+from planner.graphs.options.passes import order_by_passes
+from planner.graphs.pools import HOST
+from planner.graphs.simulate import simulate
 from planner.measure.run_plan import run
 from planner.plans import search
 from planner.plans.document import write_plan

@@ -13,7 +13,7 @@ from torch import nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import InfeasibleError, PlannerError, TraceError, UsageError
+from planner.graphs.errors import InfeasibleError, PlannerError, TraceError, UsageError
 
 X, Y = torch.randn(8, 16), torch.randn(8, 4)
 ROOT = Path(planner.__file__).parent

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("accelerate")
 
-from graphs.errors import PlannerError
+from planner.graphs.errors import PlannerError
 from planner.huggingface import PlannedTrainer, PlannedTrainerMixin
 from planner.plans.record import plan_line
 from tests.support.integrations.huggingface import (

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from graphs.errors import PlannerError  # noqa: E402
-from graphs.options.gather import GATHER  # noqa: E402
+from planner.graphs.errors import PlannerError  # noqa: E402
+from planner.graphs.options.gather import GATHER  # noqa: E402
 from planner.huggingface import PlannedTrainer  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402
 from tests.support.distributed import on_processes  # noqa: E402

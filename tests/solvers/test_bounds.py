@@ -5,18 +5,18 @@ from random import Random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from graphs.ir import Graph
-from graphs.options.offload import NO_OFFLOADS, Offloads
-from graphs.reordering import permute
-from graphs.schedule import Compute, keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_graph
-from graphs.synthetic.small import make_training_chain
-from solvers import bounds
-from solvers.bounds import MemoryNeed, bound_least_budget, describe_need, describe_too_small, find_any_order_need, need_at
-from solvers.margins import Margins, MarginSearch, add_margins, find_largest_difference, find_middle
-from solvers.order.reorder import list_constraints
+from planner.graphs.ir import Graph
+from planner.graphs.options.offload import NO_OFFLOADS, Offloads
+from planner.graphs.reordering import permute
+from planner.graphs.schedule import Compute, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_graph
+from planner.graphs.synthetic.small import make_training_chain
+from planner.solvers import bounds
+from planner.solvers.bounds import MemoryNeed, bound_least_budget, describe_need, describe_too_small, find_any_order_need, need_at
+from planner.solvers.margins import Margins, MarginSearch, add_margins, find_largest_difference, find_middle
+from planner.solvers.order.reorder import list_constraints
 from tests.support.graphs.small_graphs import diamond, kept_output, two_outputs
 from tests.support.solvers.brute_force import fastest
 

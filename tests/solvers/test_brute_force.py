@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from graphs.ir import Graph
-from graphs.options import remove_options
-from graphs.options.compress import VARIANCE
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_graph, draw_options, draw_overwriting
-from solvers.bounds import bound_least_budget
-from solvers.least import bracket_least_budget
-from solvers.problem import build_problem
-from solvers.windows import solve
-from solvers.windows.relaxation.discretization import Discretization
-from solvers.windows.relaxation.models import build_relaxation
+from planner.graphs.ir import Graph
+from planner.graphs.options import remove_options
+from planner.graphs.options.compress import VARIANCE
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_options, draw_overwriting
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.least import bracket_least_budget
+from planner.solvers.problem import build_problem
+from planner.solvers.windows import solve
+from planner.solvers.windows.relaxation.discretization import Discretization
+from planner.solvers.windows.relaxation.models import build_relaxation
 from tests.support.graphs.small_graphs import random_overwriting
 from tests.support.marks import slow
 from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check, check_answer, check_models, check_optimum

@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
-from graphs.addresses import Buffer, buffers_of, live_bytes
-from graphs.ir import Graph
-from graphs.schedule import keep_everything, schedule_of
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_graph
-from solvers.addresses.solve import solve as find_addresses
-from solvers.arena.needs import ArenaRules, Needs
-from solvers.arena.solve import solve_in_arena
-from solvers.bounds import bound_least_budget
-from solvers.clock import WorkClock
-from solvers.request import Request
-from solvers.result import Result, SolveProgress, Status
-from solvers.windows import solve
+from planner.graphs.addresses import Buffer, buffers_of, live_bytes
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import keep_everything, schedule_of
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_graph
+from planner.solvers.addresses.solve import solve as find_addresses
+from planner.solvers.arena.needs import ArenaRules, Needs
+from planner.solvers.arena.solve import solve_in_arena
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.clock import WorkClock
+from planner.solvers.request import Request
+from planner.solvers.result import Result, SolveProgress, Status
+from planner.solvers.windows import solve
 from tests.support.marks import slow
 from tests.support.solvers.answers import SLACK, TOLERANCE, ask
 from tests.support.solvers.brute_force import may_repeat

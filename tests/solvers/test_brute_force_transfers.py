@@ -7,31 +7,31 @@ from dataclasses import replace
 
 import pytest
 
-from graphs.clocks import find_results_elsewhere
-from graphs.ir import Graph, Phase
-from graphs.options import remove_options
-from graphs.options.gather import OVERLAP, Shard, Unit, insert_units
-from graphs.options.offload import OFFLOAD
-from graphs.options.surroundings import Link, Surroundings
-from graphs.options.transfers import OptionBuilder
-from graphs.pools import COLLECTIVES
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_graph, draw_options, draw_overwriting
 from planner.capture.options import apply_options
-from solvers.bounds import bound_least_budget
-from solvers.clock import WallClock, WorkClock
-from solvers.highs import solve_program
-from solvers.highs.program import Answer, Outcome
-from solvers.pass_ends import add_pass_ends
-from solvers.problem import OBJECTIVE_SCALE, Problem, build_problem
-from solvers.request import Request
-from solvers.result import Status
-from solvers.tolerance import Tolerance
-from solvers.windows import solve
-from solvers.windows.relaxation.discretization import Discretization
-from solvers.windows.relaxation.models import build_relaxation
+from planner.graphs.clocks import find_results_elsewhere
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.options import remove_options
+from planner.graphs.options.gather import OVERLAP, Shard, Unit, insert_units
+from planner.graphs.options.offload import OFFLOAD
+from planner.graphs.options.surroundings import Link, Surroundings
+from planner.graphs.options.transfers import OptionBuilder
+from planner.graphs.pools import COLLECTIVES
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_options, draw_overwriting
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.clock import WallClock, WorkClock
+from planner.solvers.highs import solve_program
+from planner.solvers.highs.program import Answer, Outcome
+from planner.solvers.pass_ends import add_pass_ends
+from planner.solvers.problem import OBJECTIVE_SCALE, Problem, build_problem
+from planner.solvers.request import Request
+from planner.solvers.result import Status
+from planner.solvers.tolerance import Tolerance
+from planner.solvers.windows import solve
+from planner.solvers.windows.relaxation.discretization import Discretization
+from planner.solvers.windows.relaxation.models import build_relaxation
 from tests.support.graphs.collective_costs import build_cost
 from tests.support.graphs.options import check_by_both_judges, in_two_passes, random_placement
 from tests.support.graphs.random_choices import BESIDE, any_schedule, around, found_in_a_step

@@ -9,28 +9,28 @@ from typing import Any
 
 import pytest
 
-from graphs.ir import Graph
-from graphs.synthetic.random_graphs import draw_training_step
-from graphs.synthetic.small import make_training_chain
+from planner.graphs.ir import Graph
+from planner.graphs.synthetic.random_graphs import draw_training_step
+from planner.graphs.synthetic.small import make_training_chain
 from planner.plans.document import plan_to_dict
 from planner.plans.solve import solve as plan
-from solvers.clock import Clock, WallClock, WorkClock, measure_rest
-from solvers.eviction.least_peak import find_least_evicting_schedule
-from solvers.eviction.rules import EvictionRule, EvictionSettings
-from solvers.highs.builder import BuildStoppedError
-from solvers.highs.run import HighsRun
-from solvers.problem import Problem, build_problem
-from solvers.request import Request
-from solvers.result import Result, Status
-from solvers.tolerance import Tolerance
-from solvers.windows import driver, search, solve
-from solvers.windows.decoding.decode import Order
-from solvers.windows.relaxation.discretization import Discretization
-from solvers.windows.relaxation.models import build_relaxation
-from solvers.windows.search import Search
-from solvers.windows.strategies import first_schedules
-from solvers.windows.strategies.first_schedules import find_evicted
-from solvers.windows.strategies.refinement import Relaxation, refine
+from planner.solvers.clock import Clock, WallClock, WorkClock, measure_rest
+from planner.solvers.eviction.least_peak import find_least_evicting_schedule
+from planner.solvers.eviction.rules import EvictionRule, EvictionSettings
+from planner.solvers.highs.builder import BuildStoppedError
+from planner.solvers.highs.run import HighsRun
+from planner.solvers.problem import Problem, build_problem
+from planner.solvers.request import Request
+from planner.solvers.result import Result, Status
+from planner.solvers.tolerance import Tolerance
+from planner.solvers.windows import driver, search, solve
+from planner.solvers.windows.decoding.decode import Order
+from planner.solvers.windows.relaxation.discretization import Discretization
+from planner.solvers.windows.relaxation.models import build_relaxation
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies import first_schedules
+from planner.solvers.windows.strategies.first_schedules import find_evicted
+from planner.solvers.windows.strategies.refinement import Relaxation, refine
 from tests.support.budgets import budget_at
 from tests.support.marks import slow
 from tests.support.solvers.answers import ask
@@ -244,7 +244,7 @@ def test_rules_of_eviction_look_at_the_clock_of_the_solve(monkeypatch: pytest.Mo
 
 def test_no_rule_is_begun_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
-    monkeypatch.setattr("solvers.eviction.least_peak.find_evicting_order", lambda *_, **__: begun.append(1))
+    monkeypatch.setattr("planner.solvers.eviction.least_peak.find_evicting_order", lambda *_, **__: begun.append(1))
     assert find_least_evicting_schedule(untimed(20), WallClock(-1.0)) is None
     assert begun == []
     assert find_least_evicting_schedule(untimed(20), WallClock(60.0)) is None

@@ -8,9 +8,9 @@ import highspy
 import numpy as np
 import pytest
 
-from solvers.clock import WallClock
-from solvers.highs import OUTCOMES, solve_program
-from solvers.highs.program import HighsError, Matrix, Milp, Outcome, SolveCallbacks
+from planner.solvers.clock import WallClock
+from planner.solvers.highs import OUTCOMES, solve_program
+from planner.solvers.highs.program import HighsError, Matrix, Milp, Outcome, SolveCallbacks
 
 
 def program(

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from graphs import simulate as judge
-from graphs.errors import BudgetError
-from graphs.ir import Graph
-from graphs.schedule import Schedule, keep_everything
-from graphs.simulate import Simulation
-from graphs.synthetic.small import make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
 from planner import solve
-from solvers import result as results
-from solvers.result import Result, Status
+from planner.graphs import simulate as judge
+from planner.graphs.errors import BudgetError
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Schedule, keep_everything
+from planner.graphs.simulate import Simulation
+from planner.graphs.synthetic.small import make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
+from planner.solvers import result as results
+from planner.solvers.result import Result, Status
 
 CHAIN = make_training_chain(6)
 KEEP = Result(CHAIN, 7, Status.OPTIMAL, keep_everything(CHAIN), 12.0, "test", 0.0)

@@ -5,20 +5,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from graphs.errors import PlannerError
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_training_step
-from graphs.synthetic.small import make_training_chain
+from planner.graphs.errors import PlannerError
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_training_step
+from planner.graphs.synthetic.small import make_training_chain
 from planner.plans.plan_check import check_plan
 from planner.plans.solve import solve as plan
-from solvers.clock import WorkClock
-from solvers.registry import get_solver
-from solvers.request import Request
-from solvers.result import Status
-from solvers.tolerance import WIDENING, Tolerance
-from solvers.windows import solve
-from solvers.windows.search import Search
+from planner.solvers.clock import WorkClock
+from planner.solvers.registry import get_solver
+from planner.solvers.request import Request
+from planner.solvers.result import Status
+from planner.solvers.tolerance import WIDENING, Tolerance
+from planner.solvers.windows import solve
+from planner.solvers.windows.search import Search
 from tests.support.budgets import budget_at
 from tests.support.solvers.answers import ask
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphs.ir import Kind, Op, Phase
 from planner.capture.options.option import EAGER_KERNELS, StepOption
+from planner.graphs.ir import Kind, Op, Phase
 
 if TYPE_CHECKING:
     import torch

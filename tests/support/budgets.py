@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from graphs.ir import Graph
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
 from planner.plans.plan import Plan
 from planner.plans.solve import solve_graph
 from planner.settings.budget import Budget, Bytes, Share, read_budget
-from solvers.bounds import bound_least_budget
-from solvers.clock import WorkClock
-from solvers.eviction.least_peak import find_least_evicting_schedule
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.clock import WorkClock
+from planner.solvers.eviction.least_peak import find_least_evicting_schedule
 
 HALF_WAY = "50.000001%"  # a share, of the first batch, of the first graph: known by its number
 

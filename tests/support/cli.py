@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.synthetic.small import make_training_chain
 from planner.cli.main import main
+from planner.graphs.ir import Graph, Op, Phase, Tensor
+from planner.graphs.synthetic.small import make_training_chain
 from planner.measure.run_plan import RunReport
 
 
@@ -71,8 +71,8 @@ WITH_ENDLESS_SOLVER = """
 import sys, time, types
 from pathlib import Path
 from planner.cli.main import main
-from solvers.baselines import keep_everything
-from solvers.registry import SOLVERS, Entry
+from planner.solvers.baselines import keep_everything
+from planner.solvers.registry import SOLVERS, Entry
 
 marker, listens, *arguments = sys.argv[1:]
 

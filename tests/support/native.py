@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphs.errors import PlannerError
+from planner.graphs.errors import PlannerError
 from planner.native.library import wait_for_library
 
 

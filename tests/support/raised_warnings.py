@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from graphs.errors import EagerWarning
+from planner.graphs.errors import EagerWarning
 
 
 @contextmanager

@@ -5,14 +5,14 @@ from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 
-from graphs.ir import Graph
-from graphs.options.surroundings import Link, Surroundings
-from graphs.schedule import Compute, Free, Schedule, Step
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_training_step
-from graphs.synthetic.small import make_training_chain
 from planner import solve
 from planner.capture.options import apply_options
+from planner.graphs.ir import Graph
+from planner.graphs.options.surroundings import Link, Surroundings
+from planner.graphs.schedule import Compute, Free, Schedule, Step
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_training_step
+from planner.graphs.synthetic.small import make_training_chain
 from planner.plans.plan import Plan
 from planner.plans.summary import summarize
 from planner.show.facts.timeline import Timeline

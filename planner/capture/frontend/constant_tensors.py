@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.walks import walk
+from planner.graphs.walks import walk
 from planner.torch_private.capture import get_source_name
 from planner.torch_private.core import TorchDispatchMode, disable_current_modes
 

@@ -19,11 +19,11 @@ from unittest.mock import patch
 import torch
 from torch import fx
 
-from graphs.errors import TraceError
 from planner.capture.frontend.constant_tensors import is_constant, is_of_batch
 from planner.capture.rewrites.batch_norms import capture_batch_norms_as_eager
 from planner.capture.rewrites.layouts import lay_out_as_kernel, record_written_strides
 from planner.capture.rewrites.prod_gradients import capture_products_as_eager
+from planner.graphs.errors import TraceError
 from planner.torch_private import capture as private
 from planner.torch_private.core import (
     BypassDispatchCache,

@@ -22,11 +22,11 @@ import sympy
 import torch
 from torch import fx
 
-from graphs.errors import TraceError
-from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.python_state import make_restore_items
 from planner.capture.frontend.source_lines import is_our_code
 from planner.capture.guards.names import Scope, build_accessor, is_of_torch, make_readable
+from planner.graphs.errors import TraceError
+from planner.graphs.short_tracebacks import warn_caller
 from planner.torch_private.capture import RemovableHandleVariable, SideEffects, get_constant_key, get_source_name
 from planner.torch_private.patches import wrap
 

@@ -7,7 +7,6 @@ from traceback import clear_frames
 
 import torch
 
-from graphs.errors import PlannerError, TraceError, first_line, is_handled_by_a_caller, typed_line
 from planner.capture.frontend.fake_execution import run_on_fakes
 from planner.capture.frontend.module_hooks import HOOK_REFUSAL
 from planner.capture.frontend.preserved_state import may_advance_iterators, preserve_training_state
@@ -22,6 +21,7 @@ from planner.capture.frontend.source_lines import (
 from planner.capture.guards.branches import DataBranches
 from planner.capture.signature import Batch, call, list_leaves
 from planner.capture.step import TrainingStep
+from planner.graphs.errors import PlannerError, TraceError, first_line, is_handled_by_a_caller, typed_line
 from planner.torch_private.capture import FOLLOWS_COPIES, TorchDynamoException
 from planner.torch_private.core import FakeTensor
 

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from graphs.errors import TraceError, first_line
 from planner.capture.frontend.constant_tensors import is_constant
 from planner.capture.frontend.dynamo_patches import (
     call_at_end,
@@ -75,6 +74,7 @@ from planner.capture.rewrites.outputs import EFFECTS, check_writes, drop_tangent
 from planner.capture.rewrites.sparse_products import decompose_sparse_matrices, hide_sparse_buffers
 from planner.capture.signature import Batch, list_leaves, split_arguments
 from planner.capture.step import TrainingStep
+from planner.graphs.errors import TraceError, first_line
 from planner.torch_private import capture as private
 from planner.torch_private.core import FakeTensor, disable_current_modes, keep_in_graphs, silence_fakes
 

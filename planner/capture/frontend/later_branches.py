@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.errors import TraceError
 from planner.capture.frontend.python_state import is_followed, is_own
 from planner.capture.guards.names import build_accessor
+from planner.graphs.errors import TraceError
 from planner.torch_private.capture import (
     GETATTR,
     AttrSource,

@@ -27,8 +27,6 @@ from unittest.mock import patch
 import torch
 from torch import fx, nn
 
-from graphs.errors import TraceError
-from graphs.walks import walk
 from planner.capture.frontend.constant_tensors import compute_constant
 from planner.capture.frontend.effects import Effect, list_effects
 from planner.capture.frontend.later_branches import find_try, get_known_name, record_test, record_try
@@ -46,6 +44,8 @@ from planner.capture.frontend.source_lines import find_current_line, format_loca
 from planner.capture.frontend.symbolic_numbers import NotSymbolicError
 from planner.capture.guards.names import build_accessor
 from planner.capture.signature import RETURNED, build_wrong_result
+from planner.graphs.errors import TraceError
+from planner.graphs.walks import walk
 from planner.torch_private import capture as private
 from planner.torch_private.core import pytree
 from planner.torch_private.patches import bind_original, wrap

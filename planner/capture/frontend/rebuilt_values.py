@@ -7,9 +7,9 @@ from operator import attrgetter
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
-from graphs.errors import TraceError
 from planner.capture.frontend.later_branches import get_known_name
 from planner.capture.guards.names import Scope, build_accessor
+from planner.graphs.errors import TraceError
 from planner.torch_private import capture as private
 
 Find = Callable[[Scope, Scope], Any]

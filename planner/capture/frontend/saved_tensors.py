@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from graphs.errors import TraceError, typed_line
-from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.preserved_state import has_same_values
 from planner.capture.frontend.rebuilt_values import build_finder
 from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_current_line, format_location
+from planner.graphs.errors import TraceError, typed_line
+from planner.graphs.short_tracebacks import warn_caller
 from planner.torch_private import capture as private
 from planner.torch_private.core import disable_current_modes, disable_python_dispatcher, enable_saved_tensors_hooks
 

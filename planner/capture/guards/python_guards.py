@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphs.errors import MismatchError, NumberMismatchError, TraceError
 from planner.capture.frontend.later_calls import LaterCall, make_calls
 from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, ITERATOR_REFUSAL
 from planner.capture.guards.messages import explain, get_code, is_failing, is_followed_value, is_mode
@@ -35,6 +34,7 @@ from planner.capture.guards.stored_values import StoredValues, divide_guards
 from planner.capture.program.numbers import StepNumbers
 from planner.capture.rewrites.sparse_products import get_part_addresses, is_sparse
 from planner.capture.signature import Batch, split_arguments
+from planner.graphs.errors import MismatchError, NumberMismatchError, TraceError
 from planner.torch_private import capture as private
 from planner.torch_private.core import (
     is_in_torch_dispatch_mode,

@@ -16,11 +16,11 @@ import torch
 from torch import fx
 from torch.compiler import config as compiler_config
 
-from graphs.errors import TraceError, first_line
 from planner.capture.kernels.in_place import note_pairs
 from planner.capture.kernels.variants import CompileVariant
 from planner.capture.signature import join_returned
 from planner.capture.step import TrainingStep
+from planner.graphs.errors import TraceError, first_line
 from planner.torch_private import capture as private
 from planner.torch_private.inductor import (
     CompiledFxGraph,

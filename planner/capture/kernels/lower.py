@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from graphs.errors import TraceError
-from graphs.ir import Kind, Op, Phase, Tensor
 from planner.capture.kernels.halves import Half, Halves
 from planner.capture.kernels.merge import Group, group_launches
 from planner.capture.kernels.wrapper import Launch, Value, Wrapper
@@ -20,6 +18,8 @@ from planner.capture.program.program import Argument, Call, OpCalls, Program, Re
 from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_recomputed
 from planner.capture.rewrites.outputs import check_outputs, choose_memory_format, is_layout_kept
 from planner.capture.signature import Signature
+from planner.graphs.errors import TraceError
+from planner.graphs.ir import Kind, Op, Phase, Tensor
 from planner.torch_private import capture as private
 
 

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from graphs.errors import TraceError
-from graphs.ir import Phase
 from planner.capture.kernels.expressions import Expressions, find_items, find_methods_on
 from planner.capture.kernels.in_place import parse_note
 from planner.capture.kernels.writes import Kernels, Writes
 from planner.capture.program.program import Argument, Call, Path, Ref, Shared, Statement, read_by
+from planner.graphs.errors import TraceError
+from planner.graphs.ir import Phase
 
 _IGNORED = ("args.clear", "assert_size_stride", "assert_alignment", "torch.cuda.set_device")
 _SETUP = ("get_raw_stream",)  # its result is no tensor, and is computed at each step

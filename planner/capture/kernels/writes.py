@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphs.errors import TraceError
+from planner.graphs.errors import TraceError
 from planner.torch_private.core import OpOverload, OpOverloadPacket
 
 # Arguments of Triton kernels that Inductor generates: results, in-place results, workspaces.

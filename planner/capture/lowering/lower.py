@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.errors import TraceError
-from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from planner.capture.frontend.source_lines import format_module_path, format_node
 from planner.capture.guards.data_guards import DataGuards
 from planner.capture.guards.python_guards import PythonGuards
@@ -41,6 +39,8 @@ from planner.capture.rewrites.outputs import (
     list_outputs,
 )
 from planner.capture.signature import Signature
+from planner.graphs.errors import TraceError
+from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
 from planner.torch_private.capture import GradAOTOutput, TangentAOTInput
 from planner.torch_private.core import OpOverload, with_effects
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from graphs.errors import TraceError
-from graphs.ir import TANGENT, Kind, Tensor
 from planner.capture.program.program import Source
 from planner.capture.rewrites.outputs import get_storage
 from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Batch, list_leaves
+from planner.graphs.errors import TraceError
+from planner.graphs.ir import TANGENT, Kind, Tensor
 from planner.torch_private import capture as private
 from planner.torch_private.core import list_names_of_parts
 

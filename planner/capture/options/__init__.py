@@ -8,21 +8,21 @@ are removed again. Others are added to any graph when it is solved (``GraphOptio
 from collections.abc import Collection, Mapping, Sequence, Set
 from types import MappingProxyType
 
-from graphs.errors import UsageError, suggest
-from graphs.ir import Graph
-from graphs.options.gather import OVERLAP
-from graphs.options.offload import OFFLOAD
-from graphs.options.option import GraphOption, Need, Option
-from graphs.options.placement import PLACEMENT
-from graphs.options.selection import keep_traced, keep_traced_ops, list_traced_options
-from graphs.options.surroundings import Surroundings
-from graphs.schedule import Schedule
 from planner.capture.options.chunks import CHUNKS
 from planner.capture.options.compress import COMPRESS
 from planner.capture.options.in_place import IN_PLACE
 from planner.capture.options.kernels import KERNELS
 from planner.capture.options.option import StepOption
 from planner.capture.options.pack import PACK
+from planner.graphs.errors import UsageError, suggest
+from planner.graphs.ir import Graph
+from planner.graphs.options.gather import OVERLAP
+from planner.graphs.options.offload import OFFLOAD
+from planner.graphs.options.option import GraphOption, Need, Option
+from planner.graphs.options.placement import PLACEMENT
+from planner.graphs.options.selection import keep_traced, keep_traced_ops, list_traced_options
+from planner.graphs.options.surroundings import Surroundings
+from planner.graphs.schedule import Schedule
 
 _registered: dict[str, Option] = {}
 OPTIONS: Mapping[str, Option] = MappingProxyType(_registered)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.ir import Kind, Op, Tensor
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import compute_allocated_bytes, format_dtype
 from planner.capture.options.differences import describe_differing
 from planner.capture.program.program import Call, Comparable, Composed, OpCalls, Path, Ref, call_of
 from planner.capture.rewrites.outputs import get_fake, get_storage
+from planner.graphs.ir import Kind, Op, Tensor
 
 
 class Additions:

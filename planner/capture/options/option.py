@@ -6,8 +6,8 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from graphs.ir import Graph
-from graphs.options.option import Feature, Option
+from planner.graphs.ir import Graph
+from planner.graphs.options.option import Feature, Option
 
 if TYPE_CHECKING:
     from planner.capture.lowering.lower import Capture

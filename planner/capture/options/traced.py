@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from graphs.errors import UsageError
-from graphs.ir import Graph
-from graphs.options.selection import LEFT_OUT, TRACED, get_option_name, list_traced_options, remove_ops
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import check_options, step_options
 from planner.capture.replay import RealStep
+from planner.graphs.errors import UsageError
+from planner.graphs.ir import Graph
+from planner.graphs.options.selection import LEFT_OUT, TRACED, get_option_name, list_traced_options, remove_ops
 
 
 def needs_measuring(capture: Capture) -> bool:

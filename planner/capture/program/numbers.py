@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphs.errors import NumberMismatchError
+from planner.graphs.errors import NumberMismatchError
 
 Scope = Mapping[str, object]  # variables by their names
 

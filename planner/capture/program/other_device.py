@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from graphs.ir import Op
 from planner.capture.program.program import OpCalls, Program, iterate_leaves, map_leaves, read_by
+from planner.graphs.ir import Op
 
 
 def move_calls(program: Program, op: Op, alternative: Op, here: torch.device, there: torch.device) -> OpCalls | None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from graphs.ir import TANGENT, Kind
+from planner.graphs.ir import TANGENT, Kind
 
 Path = tuple[int, ...]  # the subscripts that pick an item out of a value; none for the value itself
 

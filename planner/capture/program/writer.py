@@ -4,9 +4,9 @@ The part of a device contains its ops, the frees of its memory, and its ends of 
 computes nothing: its memory, and its ends of transfers, belong to the part of the main device. On a single device without
 transfers that part is the whole pass.
 
-The rules must stay those of ``graphs.clocks``: a wait that is missing here is memory that a transfer still reads, one too many is
-time that the plan does not have. Transfers with the host may cross from the forward to the backward pass; those between devices
-end with their pass, since the caller gets the loss there.
+The rules must stay those of ``planner.graphs.clocks``: a wait that is missing here is memory that a transfer still reads, one too
+many is time that the plan does not have. Transfers with the host may cross from the forward to the backward pass; those between
+devices end with their pass, since the caller gets the loss there.
 """
 
 import operator
@@ -17,16 +17,16 @@ from typing import Any
 
 from torch import fx
 
-from graphs.errors import GraphError, ScheduleError
-from graphs.ir import Graph, Op
-from graphs.options.placement import is_between_devices
-from graphs.options.transfers import find_transfers
-from graphs.overwriting import Overwriting, Pairs
-from graphs.pools import DEVICE, HOST, Pool
-from graphs.schedule import Compute, Free, Step
 from planner.capture.program.builder import PassBuilder
 from planner.capture.program.draws import draw_again, draw_first, draw_once
 from planner.capture.program.program import Argument, Call, OpCalls, Program, Ref, Statement
+from planner.graphs.errors import GraphError, ScheduleError
+from planner.graphs.ir import Graph, Op
+from planner.graphs.options.placement import is_between_devices
+from planner.graphs.options.transfers import find_transfers
+from planner.graphs.overwriting import Overwriting, Pairs
+from planner.graphs.pools import DEVICE, HOST, Pool
+from planner.graphs.schedule import Compute, Free, Step
 
 CallBefore = Callable[[int], Call | None]
 
@@ -57,7 +57,7 @@ class PassWriter:
     """A writer of one device's part of consecutive passes.
 
     The computation waits for a transfer to the device before it reads the tensor, and for all transfers of a tensor before it
-    frees it. These are the waits in ``graphs.clocks``.
+    frees it. These are the waits in ``planner.graphs.clocks``.
 
     Attributes:
         live: ids of the tensors in memory after the steps written so far, in order of appearance.

@@ -6,7 +6,7 @@ convolution that is recomputed there may therefore get another algorithm, which 
 
 import torch
 
-from graphs.short_tracebacks import warn_caller
+from planner.graphs.short_tracebacks import warn_caller
 
 _TARGETS = {"aten.convolution.default", "extern_kernels.convolution"}  # the second is in Inductor's code
 _DEVICE_TYPE = "cuda"

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.errors import TraceError
 from planner.capture.rewrites.batch_norms import find_ignored_inputs
 from planner.capture.rewrites.hook_calls import CALL_HOOK
 from planner.capture.rewrites.in_place_updates import list_written, update_in_place
+from planner.graphs.errors import TraceError
 from planner.torch_private import capture as private
 from planner.torch_private.core import OpOverload, auto_functionalized, detect_fake_mode, pytree, with_effects
 

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from graphs.ir import Graph, Kind
 from planner.capture.lowering.lower import Capture
 from planner.capture.program.program import OpCalls, Statement
+from planner.graphs.ir import Graph, Kind
 
 
 def execute_random_ops_once(captured: Capture) -> Capture:

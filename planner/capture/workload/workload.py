@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from graphs.errors import ModelError, UnknownOptionError, UsageError, typed_line
 from planner.capture.workload.models import Workload, build, describe_options, get_factory
+from planner.graphs.errors import ModelError, UnknownOptionError, UsageError, typed_line
 
 ZOO_SOURCE = "zoo"
 _SPEC = re.compile(r"(?P<source>.+?):(?P<function>[A-Za-z_]\w*)(?P<options>,.*)?", re.DOTALL)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphs.errors import TraceError, is_handled_by_a_caller
+from planner.graphs.errors import TraceError, is_handled_by_a_caller
 from planner.torch_private.core import clear_cublas_workspaces
 
 T = TypeVar("T")

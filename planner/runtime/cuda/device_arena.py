@@ -1,7 +1,7 @@
 """Steps in an arena on a CUDA device: both passes take their memory from a pool of PyTorch's allocator, at planned addresses.
 
 The pool has one large segment, the slab, which is kept from step to step, and which all plans of a model share. Before ops the
-memory is held that they must not get (``graphs.allocators.steering``), so that best fit gives them what is planned.
+memory is held that they must not get (``planner.graphs.allocators.steering``), so that best fit gives them what is planned.
 
 A step that finds tensors of another one in the slab, such as a second forward pass before the backward pass, takes its memory
 from the usual pool. In a step whose ops ask for other memory than was planned, nothing is held any more, and the pool is given
@@ -26,10 +26,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from graphs.allocators.caching import DEFAULT
-from graphs.allocators.steering import Action, Hold, Steering, is_placed
-from graphs.units import format_bytes
 from planner.capture.program.program import Call
+from planner.graphs.allocators.caching import DEFAULT
+from planner.graphs.allocators.steering import Action, Hold, Steering, is_placed
+from planner.graphs.units import format_bytes
 from planner.memory.release import release_unused
 from planner.runtime import optimizer_steps
 from planner.runtime.arena import SharedSlab

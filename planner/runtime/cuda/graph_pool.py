@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from graphs.allocators.caching import DEFAULT, Block, CachingAllocator, Rules
-from graphs.allocators.training import training_of
-from graphs.ir import Graph
-from graphs.schedule import Schedule, find_boundary
+from planner.graphs.allocators.caching import DEFAULT, Block, CachingAllocator, Rules
+from planner.graphs.allocators.training import training_of
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Schedule, find_boundary
 
 
 def compute_pool_bytes(graph: Graph, schedule: Schedule, libraries: Sequence[int], rules: Rules = DEFAULT) -> int:

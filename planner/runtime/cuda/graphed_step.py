@@ -17,8 +17,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import fx
 
-from graphs.errors import MismatchError, PlannerError, TraceError
-from graphs.ir import Kind, Op
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import compute_allocated_bytes
@@ -26,6 +24,8 @@ from planner.capture.replay import collect_static, collect_written_tensors
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
+from planner.graphs.errors import MismatchError, PlannerError, TraceError
+from planner.graphs.ir import Kind, Op
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor
 from planner.runtime.transfers.cuda_channels import StreamChannel, capture_copies

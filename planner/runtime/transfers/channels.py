@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
 from planner.capture.lowering.statics import compute_allocated_bytes
+from planner.graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
 from planner.runtime.transfers.cuda_channels import StreamChannel, create_host_memory
 from planner.runtime.transfers.host_memory import HostMemory, HostTensor
 from planner.runtime.transfers.thread_channels import ThreadChannel

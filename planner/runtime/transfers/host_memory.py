@@ -16,8 +16,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from graphs.errors import CopyError, OutOfMemoryError
-from graphs.units import format_bytes
+from planner.graphs.errors import CopyError, OutOfMemoryError
+from planner.graphs.units import format_bytes
 
 _PAGE_BYTES = 4096
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from graphs.errors import CopyError
+from planner.graphs.errors import CopyError
 from planner.runtime.transfers.host_memory import Copy, wait_for_end
 from planner.runtime.transfers.transfers import PoolMemory, Transfer
 from planner.runtime.transfers.workers import Worker

@@ -3,7 +3,7 @@
 The thread that computes at the source calls ``send``, and ``finish`` before the tensor is freed. The thread that computes at
 the target calls ``take``, and ``wait_for_arrival`` before the tensor is read or freed. The host computes nothing: the thread of
 the device at the other end calls for both. A copy starts once it has both ends, after the earlier copies of its channel; so on
-each channel the copies of a pass are made in the order of the schedule. These are the waits in ``graphs.clocks``.
+each channel the copies of a pass are made in the order of the schedule. These are the waits in ``planner.graphs.clocks``.
 
 A collective of several processes is a transfer whose ends are in one place. The thread that computes calls ``start``, which takes
 all its memory, and ``finish``, which lets go of it. So what a step holds at each point does not depend on when it ends. On a CUDA
@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import torch
 
-from graphs.errors import CopyError, PlannerError
-from graphs.units import format_bytes
+from planner.graphs.errors import CopyError, PlannerError
+from planner.graphs.units import format_bytes
 from planner.runtime.transfers.host_memory import Copy, HostBytes, HostTensor, StorageLayout
 from planner.runtime.transfers.workers import LOOK_S, is_dead
 

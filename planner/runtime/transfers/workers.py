@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graphs.errors import PlannerError
+from planner.graphs.errors import PlannerError
 
 LOOK_S = 0.2  # interval at which a waiting thread checks that the others are alive
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from graphs.addresses import Buffer, buffers_of
-from graphs.allocators.caching import CachingAllocator
-from graphs.allocators.training import Training, play
+from planner.graphs.addresses import Buffer, buffers_of
+from planner.graphs.allocators.caching import CachingAllocator
+from planner.graphs.allocators.training import Training, play
 from planner.memory.arena_rules import plan_device_arena
 from planner.memory.reserved import build_training, get_rules, is_on_cuda
 from planner.show.facts.timeline import Timeline
-from solvers.addresses.solve import solve
+from planner.solvers.addresses.solve import solve
 
 _ALIGNMENT = 512
 _WORK = 2.0  # for the search of addresses, after constructions

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from graphs.ir import Graph
-from graphs.options import extract_eager_program
-from graphs.schedule import Compute, Schedule, keep_everything
-from graphs.simulate import simulate
+from planner.graphs.ir import Graph
+from planner.graphs.options import extract_eager_program
+from planner.graphs.schedule import Compute, Schedule, keep_everything
+from planner.graphs.simulate import simulate
 from planner.memory.reserved import predict_reserved_bytes
 from planner.plans.record import PlanRecord
 from planner.settings.counted_memory import CountedMemory
-from solvers.baselines.common.blocks import find_blockings
-from solvers.baselines.common.recomputation import recompute_groups
+from planner.solvers.baselines.common.blocks import find_blockings
+from planner.solvers.baselines.common.recomputation import recompute_groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from graphs.clocks import find_passages
-from graphs.ir import Graph, Op
-from graphs.pools import Pool
-from graphs.schedule import Compute, live_after
+from planner.graphs.clocks import find_passages
+from planner.graphs.ir import Graph, Op
+from planner.graphs.pools import Pool
+from planner.graphs.schedule import Compute, live_after
 from planner.show.facts.timeline import Timeline
 
 COLUMNS = 720

@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.options import extract_eager_program
-from graphs.options.offload import OFFLOAD, remove_offload
-from graphs.options.placement import PLACEMENT, find_movable, remove_placement
-from graphs.options.selection import keep_traced_ops, list_exact_ops, list_traced_options
-from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.simulate import simulate
 from planner.capture.options import restrict_to
+from planner.graphs.ir import Graph, Op, Phase, Tensor
+from planner.graphs.options import extract_eager_program
+from planner.graphs.options.offload import OFFLOAD, remove_offload
+from planner.graphs.options.placement import PLACEMENT, find_movable, remove_placement
+from planner.graphs.options.selection import keep_traced_ops, list_exact_ops, list_traced_options
+from planner.graphs.options.surroundings import Link, OtherDevice, Surroundings
+from planner.graphs.simulate import simulate
 from planner.memory.least_budget import find_least_budget
 from planner.memory.reserved import EagerMemory, is_on_cuda, predict_eager_memory
 from planner.plans.record import GraphSummary
@@ -19,9 +19,9 @@ from planner.plans.select_attributes import select_attributes
 from planner.plans.summary import summarize
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.other_devices import decode_devices
-from solvers.bounds import bound_least_budget, describe_need, find_any_order_need
-from solvers.order.peak import keep_everything_peak_bytes
-from solvers.order.reorder import find_order
+from planner.solvers.bounds import bound_least_budget, describe_need, find_any_order_need
+from planner.solvers.order.peak import keep_everything_peak_bytes
+from planner.solvers.order.reorder import find_order
 
 LISTED = 10
 
@@ -96,14 +96,15 @@ class DeviceFacts:
 class GraphFacts:
     """The facts that ``planner info`` prints about a graph.
 
-    No schedule that first executes the ops in program order, or in the order that a solve finds (``solvers.order.reorder``),
-    needs less than `least_budget_bytes`; `least_budget_op` sets the bound of single ops, and `least_budget_reason` explains it.
-    In the second order, keeping everything needs `reordered_peak_bytes`. In any order, no schedule needs less than
-    `least_budget_any_order_bytes`. A schedule is known for `least_budget_found_bytes` (``memory.least_budget``). With offloading
-    the bounds are `least_budget_offload_bytes` and `least_budget_offload_found_bytes`, the latter with
-    `least_budget_offload_host_bytes` on the host. All these are of allocated bytes; those called ``least_reserved`` are of the
-    bytes that PyTorch's allocator reserves on CUDA. `eager_memory` is what allocators take for plain eager PyTorch. `traced` has
-    each of the options that the graph was traced with, alone; `placement` has the other devices, by name.
+    No schedule that first executes the ops in program order, or in the order that a solve finds
+    (``planner.solvers.order.reorder``), needs less than `least_budget_bytes`; `least_budget_op` sets the bound of single ops, and
+    `least_budget_reason` explains it. In the second order, keeping everything needs `reordered_peak_bytes`. In any order, no
+    schedule needs less than `least_budget_any_order_bytes`. A schedule is known for `least_budget_found_bytes`
+    (``memory.least_budget``). With offloading the bounds are `least_budget_offload_bytes` and `least_budget_offload_found_bytes`,
+    the latter with `least_budget_offload_host_bytes` on the host. All these are of allocated bytes; those called
+    ``least_reserved`` are of the bytes that PyTorch's allocator reserves on CUDA. `eager_memory` is what allocators take for
+    plain eager PyTorch. `traced` has each of the options that the graph was traced with, alone; `placement` has the other
+    devices, by name.
     """
 
     summary: GraphSummary

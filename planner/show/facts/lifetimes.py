@@ -4,10 +4,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from graphs.ir import Op, Tensor
-from graphs.overwriting import Overwriting, Pairs
-from graphs.pools import DEVICE
-from graphs.schedule import Free
+from planner.graphs.ir import Op, Tensor
+from planner.graphs.overwriting import Overwriting, Pairs
+from planner.graphs.pools import DEVICE
+from planner.graphs.schedule import Free
 from planner.show.facts.columns import MemoryInterval, iterate_stretches_by_step
 from planner.show.facts.timeline import Timeline
 

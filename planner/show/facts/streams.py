@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from graphs.clocks import find_passages
-from graphs.ir import Op, Tensor
-from graphs.pools import DEVICE
-from graphs.schedule import Compute
+from planner.graphs.clocks import find_passages
+from planner.graphs.ir import Op, Tensor
+from planner.graphs.pools import DEVICE
+from planner.graphs.schedule import Compute
 from planner.show.facts.timeline import Execution, Timeline
 
 

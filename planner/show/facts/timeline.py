@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, pairwise
 
-from graphs.clocks import Clocks, find_passages, run_clocks
-from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.options import extract_eager_program
-from graphs.pools import COMPUTE, DEVICE
-from graphs.schedule import Compute, keep_everything, live_after
-from graphs.simulate import Simulation, simulate
+from planner.graphs.clocks import Clocks, find_passages, run_clocks
+from planner.graphs.ir import Graph, Op, Phase, Tensor
+from planner.graphs.options import extract_eager_program
+from planner.graphs.pools import COMPUTE, DEVICE
+from planner.graphs.schedule import Compute, keep_everything, live_after
+from planner.graphs.simulate import Simulation, simulate
 from planner.plans.plan_check import check_plan
 from planner.plans.record import PlanRecord
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from graphs.errors import PlannerError
-from graphs.escape import escape_text
-from graphs.ir import Op
-from graphs.schedule import Compute
-from graphs.units import format_bytes, format_seconds
+from planner.graphs.errors import PlannerError
+from planner.graphs.escape import escape_text
+from planner.graphs.ir import Op
+from planner.graphs.schedule import Compute
+from planner.graphs.units import format_bytes, format_seconds
 from planner.show.facts.addresses import StepAddresses
 from planner.show.facts.baselines import Baseline
 from planner.show.facts.columns import COLUMNS, compute_memory_columns

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Iterator
 
-from graphs.ir import Graph, Phase
-from graphs.pools import COMPUTE, DEVICE, Pool
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.pools import COMPUTE, DEVICE, Pool
 from planner.show.facts.addresses import StepAddresses
 from planner.show.facts.columns import count_left_bytes, list_stretches
 from planner.show.facts.streams import IdleTime, list_waits

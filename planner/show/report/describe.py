@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from graphs.escape import escape_text
-from graphs.ir import Op
-from graphs.options.selection import LEFT_OUT
-from graphs.pools import HOST, Pool
-from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.options import needs
+from planner.graphs.escape import escape_text
+from planner.graphs.ir import Op
+from planner.graphs.options.selection import LEFT_OUT
+from planner.graphs.pools import HOST, Pool
+from planner.graphs.units import format_bytes, format_ratio, format_seconds
 from planner.plans.eager import describe_slower
 from planner.plans.plan import Plan
 from planner.plans.select_attributes import select_attributes
@@ -18,7 +18,7 @@ from planner.settings.link import MEASURED_LINK, get_measured_link
 from planner.settings.option_settings import read_recorded_link, read_recorded_options
 from planner.settings.other_devices import DEVICES_KEY, decode_devices
 from planner.show.views.text import format_aligned, format_table
-from solvers.result import get_tolerance
+from planner.solvers.result import get_tolerance
 
 if TYPE_CHECKING:
     from planner.measure.run_plan import RunReport

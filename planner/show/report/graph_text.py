@@ -2,9 +2,9 @@
 
 from dataclasses import asdict
 
-from graphs.escape import escape_text
-from graphs.units import format_bytes, format_enough, format_seconds
 from planner.capture.options import OPTIONS
+from planner.graphs.escape import escape_text
+from planner.graphs.units import format_bytes, format_enough, format_seconds
 from planner.settings.link import format_rate
 from planner.show.facts.graph import DeviceFacts, GraphFacts, OptionFacts
 from planner.show.report.describe import build_summary_data, list_provenance

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from graphs.ir import Op
-from graphs.pools import COMPUTE
-from graphs.units import format_bytes, format_seconds
+from planner.graphs.ir import Op
+from planner.graphs.pools import COMPUTE
+from planner.graphs.units import format_bytes, format_seconds
 from planner.show.facts.streams import list_waits
 from planner.show.facts.timeline import Execution, Timeline, get_module
 from planner.show.report.describe import format_name, name_end_of_wait

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from graphs.pools import COMPUTE, Pool
-from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.graphs.pools import COMPUTE, Pool
+from planner.graphs.units import format_bytes, format_ratio, format_seconds
 from planner.show.facts.streams import IdleTime, Offload, Stream, list_offloads, list_streams, list_waits
 from planner.show.facts.timeline import PeakTensor, Timeline, get_module
 from planner.show.report.describe import format_capacity, format_name, name_end_of_wait

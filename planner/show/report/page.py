@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, TypeAlias
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from graphs.errors import UsageError
-from graphs.escape import escape_text
-from graphs.io.files import check_writable, write_text
-from graphs.pools import COMPUTE
-from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.graphs.errors import UsageError
+from planner.graphs.escape import escape_text
+from planner.graphs.io.files import check_writable, write_text
+from planner.graphs.pools import COMPUTE
+from planner.graphs.units import format_bytes, format_ratio, format_seconds
 from planner.plans.eager import EagerComparison
 from planner.show.facts.addresses import compute_reserved_addresses
 from planner.show.facts.step import StepFacts

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from graphs.errors import FormatError
+from planner.graphs.errors import FormatError
 
 _UNKNOWN = "unknown (no frames were recorded)"
 _BEFORE = "in memory before the recorded actions"

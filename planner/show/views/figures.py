@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphs.errors import PlannerError, UsageError
-from graphs.escape import escape_text
-from graphs.io.files import check_writable, write_bytes
+from planner.graphs.errors import PlannerError, UsageError
+from planner.graphs.escape import escape_text
+from planner.graphs.io.files import check_writable, write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

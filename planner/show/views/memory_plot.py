@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphs.units import format_bytes, format_seconds
+from planner.graphs.units import format_bytes, format_seconds
 from planner.show.facts.baselines import Baseline
 from planner.show.facts.columns import compute_memory_columns, list_stretches
 from planner.show.facts.timeline import Timeline

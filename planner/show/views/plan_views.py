@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 from markupsafe import escape
 
-from graphs.errors import PlannerError
-from graphs.escape import escape_lines, escape_text
-from graphs.ir import Graph, check_is_graph
-from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.graphs.errors import PlannerError
+from planner.graphs.escape import escape_lines, escape_text
+from planner.graphs.ir import Graph, check_is_graph
+from planner.graphs.units import format_bytes, format_ratio, format_seconds
 from planner.plans.plan_check import apply_plan_options
 from planner.plans.record import PlanRecord
 from planner.plans.select_attributes import select_attributes

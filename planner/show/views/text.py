@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from graphs.escape import escape_text
+from planner.graphs.escape import escape_text
 
 
 def format_aligned(lines: Iterable[tuple[str, str]]) -> str:

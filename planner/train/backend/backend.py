@@ -19,9 +19,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.errors import PlannerError, TraceError
-from graphs.ir import Graph
-from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.frontend.dynamo_patches import call_at_end, write_data_in_place_where
 from planner.capture.frontend.eager_ops import keep_dynamo_as_eager_where, keep_ops_as_eager
 from planner.capture.frontend.failures import build_failure_in_backend
@@ -30,6 +27,9 @@ from planner.capture.frontend.saved_tensors import remove_saved_tensors_hooks
 from planner.capture.guards.names import make_readable
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import CHECKS
+from planner.graphs.errors import PlannerError, TraceError
+from planner.graphs.ir import Graph
+from planner.graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.progress import Stage, Stages
 from planner.settings.budget import Share
 from planner.settings.devices import DEVICES, DeviceSpec, find_device, get_device

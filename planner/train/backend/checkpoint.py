@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from graphs.errors import PlannerError
-from graphs.short_tracebacks import shorten_traceback
 from planner.capture.frontend.failures import build_failure_on_fakes
 from planner.capture.frontend.joint import find_logging_methods
 from planner.capture.guards.messages import get_code
 from planner.capture.step import check_module
+from planner.graphs.errors import PlannerError
+from planner.graphs.short_tracebacks import shorten_traceback
 from planner.progress import OnProgress
 from planner.settings.budget import read_budget
 from planner.settings.plan import Wait, select_settings

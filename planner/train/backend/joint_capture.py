@@ -7,9 +7,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.errors import TraceError
-from graphs.ir import Graph, Kind
-from graphs.options.option import Feature
 from planner.capture.frontend.eager_ops import separate_biases
 from planner.capture.lowering.lower import Capture, lower
 from planner.capture.lowering.references import References
@@ -21,6 +18,9 @@ from planner.capture.rewrites.outputs import check_layouts, get_fake, get_storag
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Signature
+from planner.graphs.errors import TraceError
+from planner.graphs.ir import Graph, Kind
+from planner.graphs.options.option import Feature
 from planner.measure.profile import profile
 from planner.measure.roofline import model_times
 from planner.measure.unrepeatable_ops import mark_custom_ops

@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from graphs.errors import InfeasibleError
-from graphs.options import remove_options
-from graphs.schedule import Schedule, count_kept_bytes, keep_everything
-from graphs.short_tracebacks import warn_caller
-from graphs.simulate import simulate
-from graphs.units import format_bytes, format_enough
+from planner.graphs.errors import InfeasibleError
+from planner.graphs.options import remove_options
+from planner.graphs.schedule import Schedule, count_kept_bytes, keep_everything
+from planner.graphs.short_tracebacks import warn_caller
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_bytes, format_enough
 from planner.memory.fit import find_largest
+from planner.solvers.clock import WallClock
+from planner.solvers.eviction.least_peak import find_least_evicting_schedule
 from planner.train.backend.planned_graph import PlannedGraph
 from planner.train.backend.rest_of_step import add_rest, build_keep_everything, find_lean_schedule, find_least_schedule
 from planner.train.backend.shared_channels import compute_host_room
@@ -20,8 +22,6 @@ from planner.train.backend.step_memory import (
     compute_peak_of_unplanned,
     shrink_left_out,
 )
-from solvers.clock import WallClock
-from solvers.eviction.least_peak import find_least_evicting_schedule
 
 _HALVINGS = 4  # bisection steps for the share that graphs may keep
 _WITNESS_S = 2.0  # seconds to show that a graph fits

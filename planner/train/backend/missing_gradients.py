@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphs.walks import walk
+from planner.graphs.walks import walk
 from planner.torch_private.capture import find_backward_nodes, is_backward_node
 from planner.torch_private.core import (
     at_end_of_backward,

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from graphs.short_tracebacks import warn_caller
+from planner.graphs.short_tracebacks import warn_caller
 from planner.torch_private.capture import is_compiling_forbidden
 from planner.torch_private.core import list_parts, pytree
 

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.errors import PlannerError
-from graphs.ir import Graph, Kind, Phase
-from graphs.overwriting import find_overwritten_saved
-from graphs.pools import COMPUTE, HOST
-from graphs.schedule import Schedule, count_kept_bytes
-from graphs.short_tracebacks import warn_caller
-from graphs.simulate import simulate
-from graphs.units import UNLIMITED_BYTES
 from planner.capture.frontend.source_lines import format_node
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import format_dtype
 from planner.capture.program.program import Program
 from planner.capture.rewrites.outputs import get_fake, get_storage, list_outputs, list_tensors
+from planner.graphs.errors import PlannerError
+from planner.graphs.ir import Graph, Kind, Phase
+from planner.graphs.overwriting import find_overwritten_saved
+from planner.graphs.pools import COMPUTE, HOST
+from planner.graphs.schedule import Schedule, count_kept_bytes
+from planner.graphs.short_tracebacks import warn_caller
+from planner.graphs.simulate import simulate
+from planner.graphs.units import UNLIMITED_BYTES
 from planner.runtime.arena import Arena
 from planner.runtime.changed_inputs import ChangedInputs, Input, keep_copies
 from planner.runtime.code import compile_schedule

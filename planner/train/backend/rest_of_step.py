@@ -7,14 +7,14 @@ that the rest needs, and its outputs are the gradients of this graph's outputs.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from graphs.ir import Graph, Op, Phase
-from graphs.options import remove_options
-from graphs.reordering import Reordering, permute
-from graphs.schedule import Schedule, count_kept_bytes, keep_everything
-from graphs.simulate import simulate
+from planner.graphs.ir import Graph, Op, Phase
+from planner.graphs.options import remove_options
+from planner.graphs.reordering import Reordering, permute
+from planner.graphs.schedule import Schedule, count_kept_bytes, keep_everything
+from planner.graphs.simulate import simulate
 from planner.memory.least_budget import find_least_budget
-from solvers.clock import WallClock
-from solvers.eviction.least_peak import find_least_evicting_schedule
+from planner.solvers.clock import WallClock
+from planner.solvers.eviction.least_peak import find_least_evicting_schedule
 
 _TRIES = 5  # bisection steps for the bytes that are kept
 _TRY_S = 2.0

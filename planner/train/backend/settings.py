@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from graphs.errors import PlannerError, refuse_unknown_options
-from graphs.options.option import Feature
+from planner.graphs.errors import PlannerError, refuse_unknown_options
+from planner.graphs.options.option import Feature
 from planner.progress import OnProgress, list_views
 from planner.settings.budget import Budget, read_budget
 from planner.settings.compatibility import check_compatible

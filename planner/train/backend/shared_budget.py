@@ -30,16 +30,16 @@ import torch.distributed as dist
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphs.errors import InfeasibleError, LimitError
-from graphs.ir import Graph
-from graphs.optimizers import OPTIMIZERS
-from graphs.options.option import Feature
-from graphs.schedule import Schedule, count_kept_bytes
-from graphs.short_tracebacks import warn_caller
-from graphs.simulate import simulate
-from graphs.units import UNLIMITED_BYTES, format_bytes, format_enough
-from graphs.walks import walk
 from planner.capture.lowering.lower import Capture
+from planner.graphs.errors import InfeasibleError, LimitError
+from planner.graphs.ir import Graph
+from planner.graphs.optimizers import OPTIMIZERS
+from planner.graphs.options.option import Feature
+from planner.graphs.schedule import Schedule, count_kept_bytes
+from planner.graphs.short_tracebacks import warn_caller
+from planner.graphs.simulate import simulate
+from planner.graphs.units import UNLIMITED_BYTES, format_bytes, format_enough
+from planner.graphs.walks import walk
 from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.memory.fit import Bracket, fit
 from planner.memory.release import release_unused

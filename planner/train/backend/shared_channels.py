@@ -6,9 +6,9 @@ from typing import TypeVar
 
 import torch
 
-from graphs.errors import PlannerError
-from graphs.ir import Graph
-from graphs.pools import HOST
+from planner.graphs.errors import PlannerError
+from planner.graphs.ir import Graph
+from planner.graphs.pools import HOST
 from planner.runtime.transfers.channels import HostChannels
 
 G = TypeVar("G")

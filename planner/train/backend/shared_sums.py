@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from graphs.short_tracebacks import warn_caller
+from planner.graphs.short_tracebacks import warn_caller
 from planner.torch_private.capture import find_backward_nodes
 from planner.torch_private.core import at_end_of_backward, current_autograd_node
 from planner.train.backend.planned_graph import describe_rounding

@@ -13,12 +13,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphs.ir import Graph
-from graphs.schedule import Schedule, count_kept_bytes
-from graphs.simulate import simulate
-from graphs.walks import walk
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.capture.rewrites.sparse_products import list_strided_parts
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Schedule, count_kept_bytes
+from planner.graphs.simulate import simulate
+from planner.graphs.walks import walk
 from planner.torch_private.capture import is_backward_node
 from planner.torch_private.core import disable_current_modes
 from planner.train.backend.planned_graph import is_plan

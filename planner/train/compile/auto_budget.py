@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import torch
 
-from graphs.errors import BudgetError
 from planner.capture.signature import Batch, list_leaves
+from planner.graphs.errors import BudgetError
 from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.settings.budget import Auto, Budget, Bytes
 from planner.train.distributed.wrappers import Unwrapped

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from graphs.errors import EagerWarning, typed_line
-from graphs.short_tracebacks import warn_caller
-from graphs.units import format_bytes, format_seconds
-from graphs.walks import walk
 from planner.capture.frontend.preserved_state import UndoWrites, preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.program.program import Call, Ref
 from planner.capture.replay import RealStep, collect_written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
+from planner.graphs.errors import EagerWarning, typed_line
+from planner.graphs.short_tracebacks import warn_caller
+from planner.graphs.units import format_bytes, format_seconds
+from planner.graphs.walks import walk
 from planner.measure.pool_memory import measure_peak
 from planner.measure.steps import Isolated, Step, compute_ratio, measure_outcome, turn_times
 from planner.memory.release import release_unused

@@ -7,20 +7,20 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from graphs.optimizers import MeasuredOptimizer
-from graphs.short_tracebacks import shorten_traceback
 from planner.capture.frontend.preserved_state import initialize_lazy_layers
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, TrainingStep
+from planner.graphs.optimizers import MeasuredOptimizer
+from planner.graphs.short_tracebacks import shorten_traceback
 from planner.measure.optimizers import find_memory
 from planner.progress import OnProgress
 from planner.settings.budget import read_budget_or_overhead
 from planner.settings.option_settings import list_default_options
 from planner.settings.plan import PlanSettings, Wait, select_settings
+from planner.solvers.tolerance import WIDENING, Tolerance
 from planner.train.compile.planning import Planning
 from planner.train.compile.step import PlannedStep
 from planner.train.distributed.wrappers import Unwrapped, unwrap
-from solvers.tolerance import WIDENING, Tolerance
 
 
 @shorten_traceback

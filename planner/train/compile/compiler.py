@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphs.errors import BudgetError, InfeasibleError, LimitError, PlannerError, TraceError, first_line
-from graphs.ir import Graph
-from graphs.pools import HOST
-from graphs.short_tracebacks import warn_caller
-from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import measure_uses, needs_measuring, replace_graph
 from planner.capture.replay import RealStep
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import BudgetError, InfeasibleError, LimitError, PlannerError, TraceError, first_line
+from planner.graphs.ir import Graph
+from planner.graphs.pools import HOST
+from planner.graphs.short_tracebacks import warn_caller
+from planner.graphs.units import format_bytes
 from planner.measure.pool_memory import measure_peak
 from planner.measure.tracing import profile_capture, restore_recorded
 from planner.memory.release import release_large_blocks, release_unused

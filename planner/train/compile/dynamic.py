@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from graphs.short_tracebacks import shorten_traceback
 from planner.capture.signature import Batch
+from planner.graphs.short_tracebacks import shorten_traceback
 from planner.plans.plan import Plan
 from planner.train.compile.sizes import SizePlans
 from planner.train.compile.step import PlannedStep

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 
-from graphs.allocators.caching import Rules
-from graphs.errors import InfeasibleError
-from graphs.ir import Graph
-from graphs.options import remove_options
-from graphs.schedule import keep_everything
-from graphs.units import format_bytes, format_enough
+from planner.graphs.allocators.caching import Rules
+from planner.graphs.errors import InfeasibleError
+from planner.graphs.ir import Graph
+from planner.graphs.options import remove_options
+from planner.graphs.schedule import keep_everything
+from planner.graphs.units import format_bytes, format_enough
 from planner.memory.fit import Bracket, fit
 from planner.memory.reserved import get_rules, predict_eager_bytes, predict_reserved_with_graphs
 from planner.plans.plan import Plan

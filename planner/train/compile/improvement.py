@@ -21,10 +21,10 @@ from enum import Enum, auto
 from typing import Any
 from weakref import WeakSet
 
-from graphs.errors import BudgetError, InfeasibleError, LimitError
-from graphs.ir import Graph
-from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
+from planner.graphs.errors import BudgetError, InfeasibleError, LimitError
+from planner.graphs.ir import Graph
+from planner.graphs.units import format_bytes
 from planner.measure.observation import OpTimer, PeakWatch
 from planner.native.library import is_being_compiled
 from planner.plans.background import BackgroundSolve, SolveJob, solve_here
@@ -39,9 +39,9 @@ from planner.runtime.executor import Executor
 from planner.settings.budget import Bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import apply_recorded_options
+from planner.solvers.result import OPTIMAL_GAP, SOLVED, get_tolerance, is_within
+from planner.solvers.tolerance import Tolerance
 from planner.train.distributed.ranks import SingleProcess
-from solvers.result import OPTIMAL_GAP, SOLVED, get_tolerance, is_within
-from solvers.tolerance import Tolerance
 
 _TIMED_STEPS = 2  # and one more
 _GAIN = 0.002  # of the step: gain that a plan must have to be swapped in, during the solve and at its end

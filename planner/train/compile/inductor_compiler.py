@@ -3,11 +3,11 @@
 import warnings
 from dataclasses import dataclass, replace
 
-from graphs.errors import BudgetError, EagerWarning, LimitError, TraceError
-from graphs.ir import Graph
 from planner.capture.kernels.variants import CompileVariant
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
+from planner.graphs.errors import BudgetError, EagerWarning, LimitError, TraceError
+from planner.graphs.ir import Graph
 from planner.plans.cache import SHARES_OF
 from planner.plans.plan import Plan
 from planner.plans.solve import compute_eager_peak_bytes

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from graphs.errors import BudgetError, LimitError, PlannerError, refuse_unknown_options
-from graphs.optimizers import MeasuredOptimizer
-from graphs.short_tracebacks import warn_caller
-from graphs.units import format_bytes
 from planner.capture.signature import Batch, Shapes, format_shapes, list_shapes
 from planner.capture.step import LossFn, TrainingStep
+from planner.graphs.errors import BudgetError, LimitError, PlannerError, refuse_unknown_options
+from planner.graphs.optimizers import MeasuredOptimizer
+from planner.graphs.short_tracebacks import warn_caller
+from planner.graphs.units import format_bytes
 from planner.measure.optimizers import find_memory
 from planner.progress import OnProgress
 from planner.settings.budget import Budget, Bytes, Share

@@ -5,11 +5,11 @@ from functools import partial
 
 import torch
 
-from graphs.errors import PlannerError, UsageError
-from graphs.options.option import Feature
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn
+from planner.graphs.errors import PlannerError, UsageError
+from planner.graphs.options.option import Feature
 from planner.measure.kernel_settings import collect_kernel_settings
 from planner.measure.steps import describe_device
 from planner.plans.cache import PlanCache, warn_unusable

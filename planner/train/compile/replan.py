@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from graphs.errors import MismatchError
-from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.signature import Batch, detach_batch
+from planner.graphs.errors import MismatchError
+from planner.graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.settings.budget import Budget, Bytes
 from planner.train.compile.step import PlannedStep
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
-from graphs.errors import InfeasibleError, LimitError
 from planner.capture.signature import Batch, Shapes, detach_batch, format_shapes, has_fewer_rows, list_shapes
+from planner.graphs.errors import InfeasibleError, LimitError
 from planner.settings.budget import Budget
 from planner.train.compile.lru import LRUCache
 from planner.train.distributed.ranks import agree

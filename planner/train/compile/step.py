@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphs.errors import MismatchError, NumberMismatchError, PlannerError, SmallerBatchError, UsageError
-from graphs.ir import Graph
-from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.signature import Batch, Shapes, check_batch, detach_batch
+from planner.graphs.errors import MismatchError, NumberMismatchError, PlannerError, SmallerBatchError, UsageError
+from planner.graphs.ir import Graph
+from planner.graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.plans.plan import Plan
 from planner.runtime.executor import Executor
 from planner.settings.option_settings import apply_recorded_options

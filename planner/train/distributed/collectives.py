@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from graphs.requests import WORKSPACE, MemoryRequest
+from planner.graphs.requests import WORKSPACE, MemoryRequest
 from planner.torch_private.core import foreach_copy_
 from planner.torch_private.fsdp import count_storage_uses
 from planner.train.distributed.failures import wait_for_others

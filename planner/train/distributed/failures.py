@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from graphs.errors import MismatchError, PlannerError, first_line, typed_line
+from planner.graphs.errors import MismatchError, PlannerError, first_line, typed_line
 from planner.torch_private.distributed import get_default_store
 
 _ASKED_EVERY = timedelta(seconds=2)

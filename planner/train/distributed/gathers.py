@@ -7,13 +7,13 @@ from itertools import groupby
 
 import torch
 
-from graphs.errors import TraceError
-from graphs.ir import Kind
-from graphs.optimizers import get_optimizer_memory
-from graphs.options.gather import CollectiveCost, InsertedUnits, Shard, Sum, Unit, insert_units
 from planner.capture.lowering.lower import Capture, count_module_calls
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.capture.program.program import Argument, Call, OpCalls, Program, Ref, Source, call_of, read_by
+from planner.graphs.errors import TraceError
+from planner.graphs.ir import Kind
+from planner.graphs.optimizers import get_optimizer_memory
+from planner.graphs.options.gather import CollectiveCost, InsertedUnits, Shard, Sum, Unit, insert_units
 from planner.settings.plan import PlanSettings
 from planner.train.distributed.collectives import Addition, Gather, Reduction
 from planner.train.distributed.units import ConstantsAndSums, ShardedParameter, ShardedUnit

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from graphs.errors import MismatchError, NumberMismatchError, PlannerError
 from planner.capture.signature import Batch, format_shapes, list_shapes
+from planner.graphs.errors import MismatchError, NumberMismatchError, PlannerError
 from planner.torch_private.distributed import collective_device
 from planner.train.distributed.failures import wait_for_others
 

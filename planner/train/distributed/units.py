@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from graphs.errors import MismatchError, PlannerError, TraceError
 from planner.capture.signature import Batch
+from planner.graphs.errors import MismatchError, PlannerError, TraceError
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.sharding import Unsharded
 from planner.torch_private.core import FakeTensorMode, get_local_tensor, pytree

@@ -18,13 +18,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from graphs.errors import TraceError
-from graphs.ir import Kind
-from graphs.options.gather import CollectiveCost
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, check_module
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import TraceError
+from planner.graphs.ir import Kind
+from planner.graphs.options.gather import CollectiveCost
 from planner.measure.tracing import capture_step
 from planner.runtime.earlier_gradients import BUCKETS
 from planner.runtime.executor import Executor

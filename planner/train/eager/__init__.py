@@ -18,8 +18,8 @@ chain. Contents that cannot be recomputed (parameters, data from outside, output
 They are copied before they are overwritten if a saved tensor may have to be recomputed from them. Records are freed by reference
 counting: an op is known as long as a live tensor may need it. Between two steps no tensor is saved, and all records are dropped.
 
-DTR has three treatments of tensors that the program releases (``solvers.online.ledger.Deallocation``). The runtime uses eager
-eviction: PyTorch frees a tensor that neither the program nor autograd holds. It is recomputed if other tensors need it, and
+DTR has three treatments of tensors that the program releases (``planner.solvers.online.ledger.Deallocation``). The runtime uses
+eager eviction: PyTorch frees a tensor that neither the program nor autograd holds. It is recomputed if other tensors need it, and
 evicted again when memory runs out. Ignoring is not used: the runtime would have to hold every tensor, but PyTorch only shows that
 the program has released one by freeing it. Then neither eager PyTorch's peak nor the lifetimes in recorded steps would be known.
 Banishing is not used either: it pins what was computed from a released tensor. That is true of most saved tensors, so too little
@@ -31,7 +31,7 @@ recorder when memory ran out, and without a compiler all ops went to a dispatch 
 ops of each signature are measured (``device_costs``).
 
 What is in memory, what is evicted and how it is recomputed is the library's too (``storages`` has what Python sees of it), with
-the ledger, as ``solvers.online`` defines it: an op that evicts or recomputes calls Python only for the plan of its step.
+the ledger, as ``planner.solvers.online`` defines it: an op that evicts or recomputes calls Python only for the plan of its step.
 
 ``recording`` has what the library asks of Python. ``modules`` knows which module is running, ``garbage`` how often garbage is
 collected, and ``sizes`` what ops will allocate, beside the library's rules for common ones; ``session`` has the public API.

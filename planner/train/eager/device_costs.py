@@ -9,9 +9,9 @@ from time import perf_counter
 
 import torch
 
-from graphs.errors import BudgetError
-from graphs.units import format_bytes
 from planner.capture.lowering.statics import compute_allocated_bytes
+from planner.graphs.errors import BudgetError
+from planner.graphs.units import format_bytes
 from planner.runtime.allocator import get_cuda_bytes
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.cuda import allocate_raw, free_raw, notify_out_of_memory

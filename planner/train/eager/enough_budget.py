@@ -1,10 +1,10 @@
 """A budget that is enough for a recorded step, found by replaying the step. No torch."""
 
+from planner.solvers.baselines.common.online import OnlineFailedError, OnlineRun
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.online.heuristics import make_heuristic
+from planner.solvers.order.peak import keep_everything_peak_bytes
 from planner.train.eager.step_log import StepGraph
-from solvers.baselines.common.online import OnlineFailedError, OnlineRun
-from solvers.bounds import bound_least_budget
-from solvers.online.heuristics import make_heuristic
-from solvers.order.peak import keep_everything_peak_bytes
 
 _HALVINGS = 5
 

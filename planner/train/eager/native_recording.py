@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from graphs.errors import PlannerError
 from planner.capture.program.draws import LOCK, get_default_generator
+from planner.graphs.errors import PlannerError
 from planner.native.library import Library, is_being_compiled, wait_for_library
 from planner.progress import Stage, Stages, list_views
 from planner.torch_private.checkpoints import Hooks, pack_recomputed

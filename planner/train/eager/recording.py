@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphs.errors import BudgetError
-from graphs.short_tracebacks import mark_as_raised_by_op
-from graphs.units import format_bytes, format_enough
 from planner.capture.rewrites.sparse_products import list_strided_parts
+from planner.graphs.errors import BudgetError
+from planner.graphs.short_tracebacks import mark_as_raised_by_op
+from planner.graphs.units import format_bytes, format_enough
 from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import storage_address
 from planner.train.eager.device_costs import OpCosts

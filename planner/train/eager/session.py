@@ -12,11 +12,11 @@ from typing import Self
 
 import torch
 
-from graphs.errors import BudgetError, PlannerError, UsageError, first_line
-from graphs.io.formats import write_graph
-from graphs.short_tracebacks import shorten, shorten_in_properties, shorten_traceback, show_as_eager
-from graphs.units import format_bytes, format_enough, format_seconds
 from planner.capture.program.draws import LOCK
+from planner.graphs.errors import BudgetError, PlannerError, UsageError, first_line
+from planner.graphs.io.formats import write_graph
+from planner.graphs.short_tracebacks import shorten, shorten_in_properties, shorten_traceback, show_as_eager
+from planner.graphs.units import format_bytes, format_enough, format_seconds
 from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.memory.release import keep_freed_blocks
 from planner.memory.reserved import choose_memory_on
@@ -28,6 +28,9 @@ from planner.settings.budget import Auto, Budget, Bytes, Share, read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
 from planner.show.facts.timeline import Timeline
+from planner.solvers.baselines.dtr import DtrParams
+from planner.solvers.baselines.megengine import MegEngineParams
+from planner.solvers.online.heuristics import MEGENGINE, NAMES, make_heuristic
 from planner.torch_private.core import (
     find_higher_order_operator,
     is_functional_tensor,
@@ -43,9 +46,6 @@ from planner.train.eager.step_follower import StepFollower
 from planner.train.eager.step_log import StepGraph
 from planner.train.eager.step_plans import StepPlans
 from planner.train.eager.storages import Memory
-from solvers.baselines.dtr import DtrParams
-from solvers.baselines.megengine import MegEngineParams
-from solvers.online.heuristics import MEGENGINE, NAMES, make_heuristic
 
 _SHOWN = 5  # operators and modules in the report
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from graphs.ir import Graph, Kind, Op, Phase, Tensor
+from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 
 class LoggedOp(NamedTuple):

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from graphs.errors import PlannerError
-from graphs.schedule import Compute, Schedule
+from planner.graphs.errors import PlannerError
+from planner.graphs.schedule import Compute, Schedule
 from planner.plans.background import BackgroundSolve, SolveJob
 from planner.plans.plan import Plan
 from planner.settings.budget import Bytes

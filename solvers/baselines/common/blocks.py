@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 
-from graphs.ir import Graph, Phase
+from planner.graphs.ir import Graph, Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ Stage t ends with the first execution of op t (frontier-advancing). On device d,
     F[d,t,x,k]    x is freed in stage t after the turn of k
     U[d,t,k]      memory at the turn of k
 
-Published for one output per op and one device. Here, to agree with ``graphs.simulate``, tensors have lifetimes of their own:
+Published for one output per op and one device. Here, to agree with ``planner.graphs.simulate``, tensors have lifetimes of their
+own:
 
 - S and F are per tensor, and a recomputed op produces all its outputs. One that is in memory already counts twice during the
 execution and once afterwards: D[d,t,x] = R[d,t,p(x)] S[d,t,x] subtracts the copy.
@@ -26,9 +27,9 @@ time limit is too short for it to have a solution.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from graphs.ir import Graph
-from solvers.highs.builder import ONE, Term, TermProgram, Weighted
-from solvers.highs.program import Floats
+from planner.graphs.ir import Graph
+from planner.solvers.highs.builder import ONE, Term, TermProgram, Weighted
+from planner.solvers.highs.program import Floats
 
 BEGIN = -1  # the turn before all ops of a stage
 MEMORY_RANGE = 1e4  # the capacity of a device in the program's unit of its memory

@@ -9,13 +9,13 @@ and the channel is free, even if the method issues it later: the simulation has 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from graphs.ir import Graph, Phase
-from graphs.options.offload import RoundTrip, remove_offload
-from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
-from solvers.baselines.common.blocks import find_blockings
-from solvers.baselines.common.verdicts import Candidate, answer, build_failure
-from solvers.request import Request
-from solvers.result import Reason, Result
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.options.offload import RoundTrip, remove_offload
+from planner.graphs.schedule import Compute, Free, Schedule, Step, schedule_of
+from planner.solvers.baselines.common.blocks import find_blockings
+from planner.solvers.baselines.common.verdicts import Candidate, answer, build_failure
+from planner.solvers.request import Request
+from planner.solvers.result import Reason, Result
 
 
 @dataclass(frozen=True, slots=True)

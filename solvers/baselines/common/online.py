@@ -5,9 +5,9 @@ chooses the evicted tensor. Before an op its inputs are touched and those in mem
 recursively, and locked. Then, while memory with the outputs (and the workspace) exceeds the budget, an unlocked tensor is
 evicted. A recomputed op produces all its outputs; those still in memory count twice meanwhile, the others become evictable again.
 
-Views that are ops of the graph (see ``graphs.importers.simrd``) are evicted with their base, add to its cost, and are recomputed
-when they are read. Never evicted are static and kept tensors (constants and outputs are pinned), and tensors that cannot be
-recomputed.
+Views that are ops of the graph (see ``planner.graphs.importers.simrd``) are evicted with their base, add to its cost, and are
+recomputed when they are read. Never evicted are static and kept tensors (constants and outputs are pinned), and tensors that
+cannot be recomputed.
 
 Known weaknesses, both of the method: nothing is known of what comes, so a tensor may be evicted just before its next use; and
 evictions during a recomputation may undo it, so that a run is ended when it recomputes too much (``thrash_factor``).
@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Self
 
-from graphs.ir import Graph, Op
-from graphs.schedule import Compute, Free, Schedule, Step
-from graphs.units import format_bytes
-from solvers.baselines.common.recomputation import find_last_needed, find_repeatable
-from solvers.baselines.common.verdicts import Candidate, answer, build_failure
-from solvers.online.heuristics import Heuristic
-from solvers.online.ledger import Deallocation, Ledger
-from solvers.request import Request
-from solvers.result import Reason, Result
+from planner.graphs.ir import Graph, Op
+from planner.graphs.schedule import Compute, Free, Schedule, Step
+from planner.graphs.units import format_bytes
+from planner.solvers.baselines.common.recomputation import find_last_needed, find_repeatable
+from planner.solvers.baselines.common.verdicts import Candidate, answer, build_failure
+from planner.solvers.online.heuristics import Heuristic
+from planner.solvers.online.ledger import Deallocation, Ledger
+from planner.solvers.request import Request
+from planner.solvers.result import Reason, Result
 
 _HOPES = (Reason.TIME, Reason.THRASHING, Reason.MEMORY)
 

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from graphs.units import format_seconds
-from solvers.result import Reason
+from planner.graphs.units import format_seconds
+from planner.solvers.result import Reason
 
 
 @dataclass(frozen=True, slots=True)

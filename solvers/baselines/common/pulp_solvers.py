@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pulp
 
-from graphs.errors import PlannerError
-from solvers import highs
-from solvers.baselines.common.checkmate_program import StageProgram
-from solvers.clock import Clock, measure_rest
-from solvers.highs.program import Answer, Floats, Outcome, SolveCallbacks
-from solvers.request import Request
+from planner.graphs.errors import PlannerError
+from planner.solvers import highs
+from planner.solvers.baselines.common.checkmate_program import StageProgram
+from planner.solvers.clock import Clock, measure_rest
+from planner.solvers.highs.program import Answer, Floats, Outcome, SolveCallbacks
+from planner.solvers.request import Request
 
 HIGHS = "HiGHS"
 OUTCOMES = {  # by PuLP's words for the status

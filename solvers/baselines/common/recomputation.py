@@ -2,8 +2,8 @@
 
 from collections.abc import Hashable, Iterable, Sequence, Set as AbstractSet
 
-from graphs.ir import Graph, Phase
-from graphs.schedule import Schedule, schedule_of
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.schedule import Schedule, schedule_of
 
 
 def find_repeatable(graph: Graph) -> tuple[bool, ...]:

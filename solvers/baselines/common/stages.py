@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from graphs.ir import Graph, Phase
-from graphs.schedule import Schedule, schedule_of
-from solvers.baselines.common.recomputation import find_droppable, find_needed, free_source, read_later
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.schedule import Schedule, schedule_of
+from planner.solvers.baselines.common.recomputation import find_droppable, find_needed, free_source, read_later
 
 
 class Cuts(StrEnum):

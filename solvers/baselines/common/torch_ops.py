@@ -1,6 +1,6 @@
 """Kinds of ops by their names in PyTorch, as its policies distinguish them (torch 2.13, functorch partitioner)."""
 
-from graphs.ir import Op
+from planner.graphs.ir import Op
 
 ATTENTION = frozenset(
     {

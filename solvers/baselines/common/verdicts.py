@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from graphs.schedule import Schedule
-from graphs.simulate import simulate
-from graphs.units import format_bytes
-from solvers.request import Request
-from solvers.result import Reason, Result, Status, decide_status
+from planner.graphs.schedule import Schedule
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_bytes
+from planner.solvers.request import Request
+from planner.solvers.result import Reason, Result, Status, decide_status
 
 _WORK_PER_STEP = 8e-6  # per step of a schedule and its simulation
 

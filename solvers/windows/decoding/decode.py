@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
-from graphs.schedule import Compute, Schedule, schedule_of
-from graphs.simulate import simulate
-from solvers.highs.program import Floats
-from solvers.problem import Problem, build_problem
-from solvers.windows.decoding.expand import Solution, expand
-from solvers.windows.decoding.plain_graph import PlainGraph, build_plain_graph
-from solvers.windows.decoding.transfer_plan import Reloads
-from solvers.windows.decoding.transfers import add_transfers
-from solvers.windows.relaxation.discretization import Discretization, Model
+from planner.graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
+from planner.graphs.schedule import Compute, Schedule, schedule_of
+from planner.graphs.simulate import simulate
+from planner.solvers.highs.program import Floats
+from planner.solvers.problem import Problem, build_problem
+from planner.solvers.windows.decoding.expand import Solution, expand
+from planner.solvers.windows.decoding.plain_graph import PlainGraph, build_plain_graph
+from planner.solvers.windows.decoding.transfer_plan import Reloads
+from planner.solvers.windows.decoding.transfers import add_transfers
+from planner.solvers.windows.relaxation.discretization import Discretization, Model
 
 NOWHERE_BYTES = 2**62  # peak of a schedule that does not fit another pool, at any budget
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from graphs.schedule import Compute, Step, schedule_of
-from solvers.highs.program import Floats
-from solvers.problem import Problem
-from solvers.windows.decoding.decode import Order, Trial, order_of
-from solvers.windows.decoding.expand import Solution
-from solvers.windows.relaxation.discretization import Discretization, Model
+from planner.graphs.schedule import Compute, Step, schedule_of
+from planner.solvers.highs.program import Floats
+from planner.solvers.problem import Problem
+from planner.solvers.windows.decoding.decode import Order, Trial, order_of
+from planner.solvers.windows.decoding.expand import Solution
+from planner.solvers.windows.relaxation.discretization import Discretization, Model
 
 
 def encode_order(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
-from solvers.problem import Problem
-from solvers.windows.relaxation.discretization import Discretization
+from planner.solvers.problem import Problem
+from planner.solvers.windows.relaxation.discretization import Discretization
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ memory: the remaining question is how the main device meets its budget.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.pools import COMPUTE, DEVICE, HOST
-from graphs.schedule import Compute, Free, Schedule, Step
-from solvers.problem import Problem
-from solvers.streams import get_workspace_bytes
+from planner.graphs.ir import Graph, Op, Phase, Tensor
+from planner.graphs.pools import COMPUTE, DEVICE, HOST
+from planner.graphs.schedule import Compute, Free, Schedule, Step
+from planner.solvers.problem import Problem
+from planner.solvers.streams import get_workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from itertools import accumulate
 
 import numpy as np
 
-from solvers.problem import Problem
-from solvers.windows.decoding.decode import Trial, order_of, try_out
-from solvers.windows.decoding.transfer_plan import Reloads
-from solvers.windows.relaxation.discretization import Discretization
+from planner.solvers.problem import Problem
+from planner.solvers.windows.decoding.decode import Trial, order_of, try_out
+from planner.solvers.windows.decoding.transfer_plan import Reloads
+from planner.solvers.windows.relaxation.discretization import Discretization
 
 _PASSES = 8  # over an order
 

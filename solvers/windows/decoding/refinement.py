@@ -6,8 +6,8 @@ from itertools import accumulate, groupby
 
 import numpy as np
 
-from solvers.windows.decoding.decode import Trial
-from solvers.windows.relaxation.discretization import Discretization
+from planner.solvers.windows.decoding.decode import Trial
+from planner.solvers.windows.relaxation.discretization import Discretization
 
 _PIECE, _MOST_PIECES = 12, 8  # ops of a piece of a long run over the budget, of each of which the worst execution is refined
 _MOST_WAITS = 4  # places with the longest waits for transfers that are refined

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.options.transfers import Transfer
-from solvers.problem import Problem
+from planner.graphs.options.transfers import Transfer
+from planner.solvers.problem import Problem
 
 Reloads = frozenset[tuple[int, int]]  # (tensor, position of the execution that it is reloaded for)
 

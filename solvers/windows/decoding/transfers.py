@@ -8,18 +8,18 @@ A tensor that is still being transferred after its last reader stays until the t
 its memory is needed: then the owner of the pool waits for the transfer.
 
 It has clocks of its own, because they decide while the schedule is being made; times and peaks of the result are those of
-``graphs.simulate``. Known weakness: one transfer is looked at after the other. Coarse windows do not say in which order memory
-and channels are needed inside, so their solutions often wait: ``strategies.offloading`` therefore solves variations with less
-memory and slower links.
+``planner.graphs.simulate``. Known weakness: one transfer is looked at after the other. Coarse windows do not say in which order
+memory and channels are needed inside, so their solutions often wait: ``strategies.offloading`` therefore solves variations with
+less memory and slower links.
 """
 
 import math
 from collections.abc import Sequence
 from itertools import count
 
-from graphs.schedule import Schedule, Step
-from solvers.problem import Problem
-from solvers.windows.decoding.transfer_plan import PlannedTransfer, PoolStay, Reloads, TransferPlan
+from planner.graphs.schedule import Schedule, Step
+from planner.solvers.problem import Problem
+from planner.solvers.windows.decoding.transfer_plan import PlannedTransfer, PoolStay, Reloads, TransferPlan
 
 # Up to here one tensor is given up at a time, as each that stays on the device changes when the others are transferred; then
 # twice as many in each attempt, for solutions with hundreds of tensors more than the host has space for.

@@ -1,6 +1,6 @@
 """Rows 1 to 4: the inputs of each execution are available. Relaxations."""
 
-from solvers.windows.relaxation.draft import NONE, ModelDraft
+from planner.solvers.windows.relaxation.draft import NONE, ModelDraft
 
 
 def add_inputs_of_new(draft: ModelDraft, k: int) -> None:

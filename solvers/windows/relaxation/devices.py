@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from graphs.pools import COMPUTE
-from solvers.problem import OBJECTIVE_SCALE, Problem
-from solvers.streams import get_workspace_bytes, list_sizes
-from solvers.windows.relaxation.draft import ModelDraft, Sum
-from solvers.windows.relaxation.paths import Paths
+from planner.graphs.pools import COMPUTE
+from planner.solvers.problem import OBJECTIVE_SCALE, Problem
+from planner.solvers.streams import get_workspace_bytes, list_sizes
+from planner.solvers.windows.relaxation.draft import ModelDraft, Sum
+from planner.solvers.windows.relaxation.paths import Paths
 
 TermsByColumn = dict[int, float]  # of a row: value by column
 Over = tuple[int | None, int | None, float]

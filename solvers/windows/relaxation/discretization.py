@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from solvers.highs.program import Milp
-from solvers.problem import Problem
+from planner.solvers.highs.program import Milp
+from planner.solvers.problem import Problem
 
 Decision = tuple[tuple[int, ...], bool]
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from solvers.highs.builder import ProgramBuilder
-from solvers.problem import Problem
-from solvers.windows.relaxation.discretization import Discretization, Model
+from planner.solvers.highs.builder import ProgramBuilder
+from planner.solvers.problem import Problem
+from planner.solvers.windows.relaxation.discretization import Discretization, Model
 
 _MEMORY_SCALE = 1e3  # the memory for produced tensors, in the units of the memory rows
 

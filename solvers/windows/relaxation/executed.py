@@ -8,7 +8,7 @@ whole tensor on the host; and half an execution in each of two windows is a whol
 
 from collections.abc import Sequence
 
-from solvers.windows.relaxation.draft import NONE, ModelDraft
+from planner.solvers.windows.relaxation.draft import NONE, ModelDraft
 
 
 def add_executed_at_all(draft: ModelDraft) -> None:

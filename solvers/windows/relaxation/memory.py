@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from solvers.windows.relaxation.draft import ModelDraft, Sum
+from planner.solvers.windows.relaxation.draft import ModelDraft, Sum
 
 Total = tuple[int, list[int], list[float]]  # bytes, columns, and bytes for each
 

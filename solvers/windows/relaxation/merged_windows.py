@@ -7,8 +7,8 @@
 For integers it follows from rows 1 to 3, but not for fractions, where half a tensor could be used again in every window.
 """
 
-from solvers.windows.relaxation.discretization import list_halves
-from solvers.windows.relaxation.draft import NONE, ModelDraft
+from planner.solvers.windows.relaxation.discretization import list_halves
+from planner.solvers.windows.relaxation.draft import NONE, ModelDraft
 
 
 def add_merged_windows(draft: ModelDraft) -> None:

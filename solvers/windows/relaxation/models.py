@@ -12,22 +12,22 @@ end.
 from collections.abc import Callable
 from functools import partial
 
-from solvers.problem import Problem
-from solvers.windows.relaxation.availability import (
+from planner.solvers.problem import Problem
+from planner.solvers.windows.relaxation.availability import (
     add_beginnings_of_circles,
     add_hand_over,
     add_inputs_of_new,
     add_inputs_of_recomputed,
 )
-from solvers.windows.relaxation.devices import add_kept, add_makespan, add_memory_elsewhere
-from solvers.windows.relaxation.discretization import Discretization, Model
-from solvers.windows.relaxation.draft import Family, ModelDraft
-from solvers.windows.relaxation.executed import add_executed_at_all
-from solvers.windows.relaxation.memory import add_memory_at_end, add_memory_inside, add_memory_of_recomputations
-from solvers.windows.relaxation.merged_windows import add_merged_windows
-from solvers.windows.relaxation.resources import add_resources
-from solvers.windows.relaxation.transfers import add_channels, add_offloads
-from solvers.windows.relaxation.variables import list_ops, write_variables
+from planner.solvers.windows.relaxation.devices import add_kept, add_makespan, add_memory_elsewhere
+from planner.solvers.windows.relaxation.discretization import Discretization, Model
+from planner.solvers.windows.relaxation.draft import Family, ModelDraft
+from planner.solvers.windows.relaxation.executed import add_executed_at_all
+from planner.solvers.windows.relaxation.memory import add_memory_at_end, add_memory_inside, add_memory_of_recomputations
+from planner.solvers.windows.relaxation.merged_windows import add_merged_windows
+from planner.solvers.windows.relaxation.resources import add_resources
+from planner.solvers.windows.relaxation.transfers import add_channels, add_offloads
+from planner.solvers.windows.relaxation.variables import list_ops, write_variables
 
 
 def build_relaxation(problem: Problem, discretization: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from solvers.problem import Problem
+from planner.solvers.problem import Problem
 
 
 class Paths:

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from solvers.windows.relaxation.draft import ModelDraft
+from planner.solvers.windows.relaxation.draft import ModelDraft
 
 
 def add_resources(draft: ModelDraft) -> None:
@@ -31,4 +31,4 @@ def add_resources(draft: ModelDraft) -> None:
         draft.add_row(columns, shares, -np.inf, 1.0 + _ROUNDING)
 
 
-_ROUNDING = 1e-9  # as in ``graphs.ir``
+_ROUNDING = 1e-9  # as in ``planner.graphs.ir``

@@ -20,8 +20,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from solvers.problem import OBJECTIVE_SCALE
-from solvers.windows.relaxation.draft import NONE, ModelDraft
+from planner.solvers.problem import OBJECTIVE_SCALE
+from planner.solvers.windows.relaxation.draft import NONE, ModelDraft
 
 _PARTS = 8  # row 13 divides a window into halves, quarters next to its ends, and so on
 _LONG = 1e-3  # of the step: an op that takes as long is worth rows for transfers that end before it

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from solvers.windows.relaxation.draft import ModelDraft
+from planner.solvers.windows.relaxation.draft import ModelDraft
 
 RecomputableOps = Callable[[ModelDraft, int], Iterable[int]]  # ops that may be recomputed in a window, in program order
 

@@ -16,16 +16,16 @@ from itertools import groupby
 
 import numpy as np
 
-from solvers.highs.program import Outcome
-from solvers.problem import OBJECTIVE_SCALE, Problem
-from solvers.result import is_within
-from solvers.windows.decoding.decode import Order, try_out
-from solvers.windows.decoding.refinement import halve
-from solvers.windows.relaxation.discretization import Decision, Discretization
-from solvers.windows.search import Search
-from solvers.windows.strategies.refinement import RelaxationResult, solve_linear_relaxation, solve_relaxation
-from solvers.windows.strategies.strategy import Strategy
-from solvers.windows.strategies.substitution import substitute
+from planner.solvers.highs.program import Outcome
+from planner.solvers.problem import OBJECTIVE_SCALE, Problem
+from planner.solvers.result import is_within
+from planner.solvers.windows.decoding.decode import Order, try_out
+from planner.solvers.windows.decoding.refinement import halve
+from planner.solvers.windows.relaxation.discretization import Decision, Discretization
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies.refinement import RelaxationResult, solve_linear_relaxation, solve_relaxation
+from planner.solvers.windows.strategies.strategy import Strategy
+from planner.solvers.windows.strategies.substitution import substitute
 
 Alternatives = tuple[tuple[int, ...], ...]  # alternatives for one heavy place, each a set of ops of which one is executed
 Decided = frozenset[Decision]

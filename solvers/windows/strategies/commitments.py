@@ -14,20 +14,20 @@ from functools import partial
 from math import inf
 from typing import Protocol, Self
 
-from graphs.ir import Graph
-from graphs.options.offload import remove_offload
-from graphs.options.selection import PartOf
-from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
-from solvers.places import find_places
-from solvers.tolerance import Tolerance
-from solvers.windows.decoding.decode import Order, Trial, decode, is_possible, map_trial_back, order_of, order_of_schedule
-from solvers.windows.decoding.plain_graph import PlainGraph, build_plain_graph
-from solvers.windows.decoding.transfer_plan import Reloads
-from solvers.windows.part_process import PartProcess, SearchEnd
-from solvers.windows.parts import POLL, note_end, search_of_part
-from solvers.windows.search import Search
-from solvers.windows.strategies.placement import Placements
-from solvers.windows.strategies.substitution import find_least_substitution, list_simple_substitutions, substitute
+from planner.graphs.ir import Graph
+from planner.graphs.options.offload import remove_offload
+from planner.graphs.options.selection import PartOf
+from planner.graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
+from planner.solvers.places import find_places
+from planner.solvers.tolerance import Tolerance
+from planner.solvers.windows.decoding.decode import Order, Trial, decode, is_possible, map_trial_back, order_of, order_of_schedule
+from planner.solvers.windows.decoding.plain_graph import PlainGraph, build_plain_graph
+from planner.solvers.windows.decoding.transfer_plan import Reloads
+from planner.solvers.windows.part_process import PartProcess, SearchEnd
+from planner.solvers.windows.parts import POLL, note_end, search_of_part
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies.placement import Placements
+from planner.solvers.windows.strategies.substitution import find_least_substitution, list_simple_substitutions, substitute
 
 _TOLERANCE_SHARE = 0.25  # of the tolerance: plain graphs of solutions with optional ops are solved to it
 _PLACE_FIRST, _PLACE_FIRST_SHARE = 2.0, 0.2  # of the clock, at most of its limit: placements before other strategies,

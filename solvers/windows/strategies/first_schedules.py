@@ -10,18 +10,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from graphs.options import remove_options
-from solvers.clock import measure_rest
-from solvers.eviction.engine import WORK_PER_EVICTION, find_evicting_order
-from solvers.eviction.rules import EvictionRule, EvictionSettings
-from solvers.problem import Problem
-from solvers.registry import get_solver
-from solvers.request import Request
-from solvers.windows.decoding.decode import Order, order_of, order_of_schedule
-from solvers.windows.relaxation.devices import find_exposed
-from solvers.windows.relaxation.discretization import Discretization
-from solvers.windows.search import Search
-from solvers.windows.strategies.strategy import Strategy
+from planner.graphs.options import remove_options
+from planner.solvers.clock import measure_rest
+from planner.solvers.eviction.engine import WORK_PER_EVICTION, find_evicting_order
+from planner.solvers.eviction.rules import EvictionRule, EvictionSettings
+from planner.solvers.problem import Problem
+from planner.solvers.registry import get_solver
+from planner.solvers.request import Request
+from planner.solvers.windows.decoding.decode import Order, order_of, order_of_schedule
+from planner.solvers.windows.relaxation.devices import find_exposed
+from planner.solvers.windows.relaxation.discretization import Discretization
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies.strategy import Strategy
 
 _FEW_EXECUTIONS = 4.0  # per op of the graph: of rules before models
 OFFLOADING_RULES_LIMIT = 3.0  # of the clock: for eviction rules at all prices, and for random rules in the portfolio

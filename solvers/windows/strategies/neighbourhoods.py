@@ -17,18 +17,18 @@ from functools import partial
 
 import numpy as np
 
-from solvers.highs.program import Floats, Milp, Outcome
-from solvers.problem import OBJECTIVE_SCALE, keep_small
-from solvers.windows.decoding.decode import Trial, decode, find_late_writers, order_of, read_solution
-from solvers.windows.decoding.encode import encode_trial, start_values
-from solvers.windows.decoding.expand import Solution
-from solvers.windows.decoding.refinement import refine_windows, split_at_waits
-from solvers.windows.relaxation.discretization import Discretization, Model
-from solvers.windows.relaxation.models import build_relaxation
-from solvers.windows.search import Search
-from solvers.windows.strategies.refinement import solve_for_schedules
-from solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, find_tight_windows
-from solvers.windows.strategies.strategy import SteppedStrategy
+from planner.solvers.highs.program import Floats, Milp, Outcome
+from planner.solvers.problem import OBJECTIVE_SCALE, keep_small
+from planner.solvers.windows.decoding.decode import Trial, decode, find_late_writers, order_of, read_solution
+from planner.solvers.windows.decoding.encode import encode_trial, start_values
+from planner.solvers.windows.decoding.expand import Solution
+from planner.solvers.windows.decoding.refinement import refine_windows, split_at_waits
+from planner.solvers.windows.relaxation.discretization import Discretization, Model
+from planner.solvers.windows.relaxation.models import build_relaxation
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies.refinement import solve_for_schedules
+from planner.solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, find_tight_windows
+from planner.solvers.windows.strategies.strategy import SteppedStrategy
 
 Columns = list[int]
 _SMALL_SHARE = 5e-4  # of the capacity, for all tensors that are assumed to be always in memory

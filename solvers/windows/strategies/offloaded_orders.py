@@ -1,8 +1,8 @@
 """The schedule of least peak with offloading, below what recomputation reaches: tensors are on the host while no op needs them.
 
 If all tensors that can be offloaded are in memory only while an op reads or produces them, other memory holds kept tensors and
-those that cannot be offloaded. If these exceed the budget, eviction rules recompute them (``solvers.eviction``), on a graph in
-which offloaded tensors have no size but count in the workspaces of their ops.
+those that cannot be offloaded. If these exceed the budget, eviction rules recompute them (``planner.solvers.eviction``), on a
+graph in which offloaded tensors have no size but count in the workspaces of their ops.
 
 Only searches of the least budget use it. Tried and removed: the schedule of least peak in a solve that has found none, and
 schedules for the budget of a solve, by all eviction rules and several shares of the tensors. By equal work, no cost or status of
@@ -14,13 +14,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from graphs.ir import Graph, Phase
-from graphs.schedule import schedule_of
-from graphs.simulate import simulate
-from solvers.clock import Clock
-from solvers.eviction.least_peak import find_least_evicting_schedule
-from solvers.problem import Problem, build_problem
-from solvers.windows.decoding.decode import Order, Trial, order_of, try_out
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.schedule import schedule_of
+from planner.graphs.simulate import simulate
+from planner.solvers.clock import Clock
+from planner.solvers.eviction.least_peak import find_least_evicting_schedule
+from planner.solvers.problem import Problem, build_problem
+from planner.solvers.windows.decoding.decode import Order, Trial, order_of, try_out
 
 _INSTANT_S = 1e-12  # of ops that take no time
 # Shares of the ranking that are offloaded while the rest is recomputed; all of it needs least memory.

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from solvers.problem import Problem
-from solvers.windows.decoding.decode import Trial, order_of, try_out
-from solvers.windows.decoding.pruning import find_uses, remove_executions
-from solvers.windows.decoding.transfer_plan import PoolStay, Reloads, TransferPlan
-from solvers.windows.decoding.transfers import add_transfers
-from solvers.windows.search import WORK_PER_EXECUTION, Search
-from solvers.windows.strategies.strategy import SteppedStrategy
+from planner.solvers.problem import Problem
+from planner.solvers.windows.decoding.decode import Trial, order_of, try_out
+from planner.solvers.windows.decoding.pruning import find_uses, remove_executions
+from planner.solvers.windows.decoding.transfer_plan import PoolStay, Reloads, TransferPlan
+from planner.solvers.windows.decoding.transfers import add_transfers
+from planner.solvers.windows.search import WORK_PER_EXECUTION, Search
+from planner.solvers.windows.strategies.strategy import SteppedStrategy
 
 _PLACES, _TENSORS = 3, 20  # longest waits, and tensors at each, that are tried without a transfer,
 _LONGEST, _LEAST_GAIN = 4, 1e-6  # if at most so many ops recompute the tensor, and the step becomes faster by this share

@@ -14,12 +14,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from graphs.pools import COMPUTE
-from solvers.problem import Problem
-from solvers.windows.decoding.decode import NOWHERE_BYTES, Order, Trial, is_possible, order_of, try_out
-from solvers.windows.decoding.transfers import add_transfers
-from solvers.windows.search import WORK_PER_EXECUTION, Search
-from solvers.windows.strategies.strategy import Strategy
+from planner.graphs.pools import COMPUTE
+from planner.solvers.problem import Problem
+from planner.solvers.windows.decoding.decode import NOWHERE_BYTES, Order, Trial, is_possible, order_of, try_out
+from planner.solvers.windows.decoding.transfers import add_transfers
+from planner.solvers.windows.search import WORK_PER_EXECUTION, Search
+from planner.solvers.windows.strategies.strategy import Strategy
 
 _MOST_KNOWN = 10_000  # orders whose cost is known
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from solvers.problem import Problem
-from solvers.windows.decoding.refinement import split_evenly
-from solvers.windows.search import Search
-from solvers.windows.strategies.first_schedules import OFFLOADING_RULES_LIMIT
-from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, Restarts, RestrictedModel
-from solvers.windows.strategies.offloading import Polishing
-from solvers.windows.strategies.random_keys import RandomKeys
-from solvers.windows.strategies.strategy import EVEN_SHARE, Share, SteppedStrategy, Strategy, share_evenly, share_time
+from planner.solvers.problem import Problem
+from planner.solvers.windows.decoding.refinement import split_evenly
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies.first_schedules import OFFLOADING_RULES_LIMIT
+from planner.solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, Restarts, RestrictedModel
+from planner.solvers.windows.strategies.offloading import Polishing
+from planner.solvers.windows.strategies.random_keys import RandomKeys
+from planner.solvers.windows.strategies.strategy import EVEN_SHARE, Share, SteppedStrategy, Strategy, share_evenly, share_time
 
 _IDLE_RUNS = 200  # evictions without improvement before random keys end
 _RESTARTS_SHARE = 0.05  # of the time, as ``EVEN_SHARE``, for restarts

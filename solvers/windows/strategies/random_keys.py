@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.eviction.engine import WORK_PER_EVICTION
-from solvers.eviction.rules import EvictionRule, EvictionSettings, Guide
-from solvers.windows.decoding.decode import Trial
-from solvers.windows.decoding.expand import Solution
-from solvers.windows.search import Search
-from solvers.windows.strategies.first_schedules import add_prices, find_evicted
+from planner.solvers.eviction.engine import WORK_PER_EVICTION
+from planner.solvers.eviction.rules import EvictionRule, EvictionSettings, Guide
+from planner.solvers.windows.decoding.decode import Trial
+from planner.solvers.windows.decoding.expand import Solution
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies.first_schedules import add_prices, find_evicted
 
 _EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)  # of random rules
 # Tried with each solution of a model as guide, with factors to the budget.

@@ -16,21 +16,21 @@ from functools import partial
 
 import numpy as np
 
-from solvers.clock import Clock
-from solvers.highs import solve_program
-from solvers.highs.builder import POLL_EVERY, BuildStoppedError
-from solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks
-from solvers.memory import give_back
-from solvers.problem import OBJECTIVE_SCALE
-from solvers.windows.decoding.decode import Trial, decode, find_late_writers, read_solution
-from solvers.windows.decoding.encode import encode_trial, start_values
-from solvers.windows.decoding.expand import Solution
-from solvers.windows.decoding.refinement import halve, refine_windows, split_at_waits
-from solvers.windows.relaxation.discretization import Discretization, Model
-from solvers.windows.relaxation.models import build_relaxation
-from solvers.windows.search import Search
-from solvers.windows.stopping import CLOSE_GAP
-from solvers.windows.strategies.strategy import Strategy
+from planner.solvers.clock import Clock
+from planner.solvers.highs import solve_program
+from planner.solvers.highs.builder import POLL_EVERY, BuildStoppedError
+from planner.solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks
+from planner.solvers.memory import give_back
+from planner.solvers.problem import OBJECTIVE_SCALE
+from planner.solvers.windows.decoding.decode import Trial, decode, find_late_writers, read_solution
+from planner.solvers.windows.decoding.encode import encode_trial, start_values
+from planner.solvers.windows.decoding.expand import Solution
+from planner.solvers.windows.decoding.refinement import halve, refine_windows, split_at_waits
+from planner.solvers.windows.relaxation.discretization import Discretization, Model
+from planner.solvers.windows.relaxation.models import build_relaxation
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.stopping import CLOSE_GAP
+from planner.solvers.windows.strategies.strategy import Strategy
 
 _WORK_PER_ENTRY = 2e-6  # of building a model
 _INNER_GAP = 0.8  # of the tolerance: models are solved to it
@@ -51,7 +51,7 @@ def solve_for_schedules(
     Args:
         search: its clock counts.
         gap: at which it ends, as a share of the whole step.
-        on_incumbent: as in ``solvers.highs.program.SolveCallbacks``.
+        on_incumbent: as in ``planner.solvers.highs.program.SolveCallbacks``.
     """
     stopping = search.stopping
     search.clock.spend(_WORK_PER_ENTRY * len(program.matrix.values))  # of its construction

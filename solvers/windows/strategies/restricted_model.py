@@ -18,16 +18,16 @@ from dataclasses import replace
 from functools import partial
 from heapq import heapify, heappop, heappush
 
-from solvers.problem import Problem
-from solvers.windows.decoding.decode import Order, Trial
-from solvers.windows.decoding.expand import Solution
-from solvers.windows.relaxation.devices import add_makespan
-from solvers.windows.relaxation.discretization import Discretization, Model
-from solvers.windows.relaxation.draft import Family, ModelDraft, Terms
-from solvers.windows.relaxation.memory import add_memory_inside, add_memory_of_recomputations
-from solvers.windows.relaxation.models import compose, write_window_rows
-from solvers.windows.relaxation.transfers import add_channels, add_offloads
-from solvers.windows.relaxation.variables import write_variables
+from planner.solvers.problem import Problem
+from planner.solvers.windows.decoding.decode import Order, Trial
+from planner.solvers.windows.decoding.expand import Solution
+from planner.solvers.windows.relaxation.devices import add_makespan
+from planner.solvers.windows.relaxation.discretization import Discretization, Model
+from planner.solvers.windows.relaxation.draft import Family, ModelDraft, Terms
+from planner.solvers.windows.relaxation.memory import add_memory_inside, add_memory_of_recomputations
+from planner.solvers.windows.relaxation.models import compose, write_window_rows
+from planner.solvers.windows.relaxation.transfers import add_channels, add_offloads
+from planner.solvers.windows.relaxation.variables import write_variables
 
 _CANDIDATES, _FEW_CANDIDATES = 2_000, 15  # recomputations that may be needed before an op, times windows; at least
 

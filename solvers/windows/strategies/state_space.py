@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, count
 
-from solvers.problem import OBJECTIVE_SCALE, Problem
-from solvers.windows.strategies.first_schedules import offer_program
-from solvers.windows.strategies.strategy import Strategy
+from planner.solvers.problem import OBJECTIVE_SCALE, Problem
+from planner.solvers.windows.strategies.first_schedules import offer_program
+from planner.solvers.windows.strategies.strategy import Strategy
 
 _WORK_PER_STATES = 2e-2  # a thousand of them
 

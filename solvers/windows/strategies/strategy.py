@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.problem import Problem
-from solvers.windows.search import Search
+from planner.solvers.problem import Problem
+from planner.solvers.windows.search import Search
 
 _END = object()
 EVEN_SHARE = 0.25  # of the time for a strategy that gains nothing, relative to 1 for the one that gains most

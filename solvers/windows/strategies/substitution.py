@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from solvers.clock import Clock
-from solvers.eviction.least_peak import find_least_evicting_schedule
-from solvers.problem import Problem
-from solvers.windows.decoding.decode import Order, decode, is_possible, order_of
-from solvers.windows.decoding.expand import Solution
-from solvers.windows.decoding.plain_graph import build_plain_graph
-from solvers.windows.relaxation.discretization import Discretization
+from planner.solvers.clock import Clock
+from planner.solvers.eviction.least_peak import find_least_evicting_schedule
+from planner.solvers.problem import Problem
+from planner.solvers.windows.decoding.decode import Order, decode, is_possible, order_of
+from planner.solvers.windows.decoding.expand import Solution
+from planner.solvers.windows.decoding.plain_graph import build_plain_graph
+from planner.solvers.windows.relaxation.discretization import Discretization
 
 
 def substitute(problem: Problem, instead: frozenset[int]) -> Order | None:

@@ -6,7 +6,7 @@ Each names the constant or function of ``c10/cuda/CUDACachingAllocator.cpp`` and
 import pytest
 from hypothesis import given, strategies as st
 
-from graphs.allocators.caching import EXPANDABLE, Block, CachingAllocator, DeviceFullError, Rules
+from planner.graphs.allocators.caching import EXPANDABLE, Block, CachingAllocator, DeviceFullError, Rules
 
 MIB = 2**20
 

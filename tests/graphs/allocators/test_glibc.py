@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from graphs.addresses import Buffer
-from graphs.allocators.glibc import MMAP_THRESHOLD_BYTES, MOST_MMAP_THRESHOLD_BYTES, Chunk, GlibcAllocator
-from graphs.allocators.training import Training, play
+from planner.graphs.addresses import Buffer
+from planner.graphs.allocators.glibc import MMAP_THRESHOLD_BYTES, MOST_MMAP_THRESHOLD_BYTES, Chunk, GlibcAllocator
+from planner.graphs.allocators.training import Training, play
 
 KIB, MIB = 2**10, 2**20
 # Bytes in mappings and in the heap after each call of a list of sizes to allocate, or indices to free as negative numbers.

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.recorded import ActionKind, AllocatorAction, compare_with_model, format_lines
-from graphs.addresses import buffers_of, count_moments, live_bytes
-from graphs.allocators.caching import DEFAULT, EXPANDABLE, CachingAllocator, Rules
-from graphs.allocators.training import training_of, usage_of
-from graphs.errors import GraphError
-from graphs.io.graph_document import build_from_dict, convert_to_dict
-from graphs.requests import WORKSPACE, MemoryRequest
-from graphs.schedule import keep_everything
-from graphs.synthetic.draft import Draft
+from planner.graphs.addresses import buffers_of, count_moments, live_bytes
+from planner.graphs.allocators.caching import DEFAULT, EXPANDABLE, CachingAllocator, Rules
+from planner.graphs.allocators.training import training_of, usage_of
+from planner.graphs.errors import GraphError
+from planner.graphs.io.graph_document import build_from_dict, convert_to_dict
+from planner.graphs.requests import WORKSPACE, MemoryRequest
+from planner.graphs.schedule import keep_everything
+from planner.graphs.synthetic.draft import Draft
 
 MIB = 2**20
 RECORDED = Path(__file__).parent / "recorded"

@@ -7,11 +7,20 @@ from itertools import count, groupby
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from graphs.addresses import Buffer, live_bytes
-from graphs.allocators.caching import Block, CachingAllocator, Segment
-from graphs.allocators.steering import LEAST_GRAIN_BYTES, Action, Hold, Hole, Steering, compute_least_hole_bytes, is_placed, steer
-from graphs.allocators.training import Training
-from solvers.addresses.solve import solve
+from planner.graphs.addresses import Buffer, live_bytes
+from planner.graphs.allocators.caching import Block, CachingAllocator, Segment
+from planner.graphs.allocators.steering import (
+    LEAST_GRAIN_BYTES,
+    Action,
+    Hold,
+    Hole,
+    Steering,
+    compute_least_hole_bytes,
+    is_placed,
+    steer,
+)
+from planner.graphs.allocators.training import Training
+from planner.solvers.addresses.solve import solve
 
 MIB = 2**20
 POOL = (0, 7)

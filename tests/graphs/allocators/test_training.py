@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from hypothesis import given, strategies as st
 
-from graphs.addresses import Buffer, live_bytes
-from graphs.allocators.caching import DEFAULT, EXPANDABLE, CachingAllocator, DeviceFullError
-from graphs.allocators.training import (
+from planner.graphs.addresses import Buffer, live_bytes
+from planner.graphs.allocators.caching import DEFAULT, EXPANDABLE, CachingAllocator, DeviceFullError
+from planner.graphs.allocators.training import (
     Training,
     combine_passes,
     find_growth_above,
@@ -15,17 +15,17 @@ from graphs.allocators.training import (
     training_of,
     usage_of,
 )
-from graphs.ir import Graph, Kind
-from graphs.options.offload import OFFLOAD
-from graphs.options.surroundings import Link, Surroundings
-from graphs.pools import HOST
-from graphs.schedule import Schedule, find_boundary, keep_everything, live_after
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_training_step
-from graphs.synthetic.small import make_training_chain
-from solvers.clock import WorkClock
-from solvers.windows.strategies.offloaded_orders import find_least_offloaded
+from planner.graphs.ir import Graph, Kind
+from planner.graphs.options.offload import OFFLOAD
+from planner.graphs.options.surroundings import Link, Surroundings
+from planner.graphs.pools import HOST
+from planner.graphs.schedule import Schedule, find_boundary, keep_everything, live_after
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_training_step
+from planner.graphs.synthetic.small import make_training_chain
+from planner.solvers.clock import WorkClock
+from planner.solvers.windows.strategies.offloaded_orders import find_least_offloaded
 from tests.support.graphs.small_graphs import random_overwriting
 
 MIB = 2**20

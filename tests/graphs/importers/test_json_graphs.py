@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from graphs.errors import FormatError
-from graphs.importers import import_graph
-from graphs.io.formats import read_graph, write_graph
-from graphs.ir import Graph, Phase
-from graphs.synthetic.small import make_chain
 from planner.cli.main import build_parser, main
+from planner.graphs.errors import FormatError
+from planner.graphs.importers import import_graph
+from planner.graphs.io.formats import read_graph, write_graph
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.synthetic.small import make_chain
 from tests.support.budgets import peak_bytes
 from tests.support.graphs.imported import (
     CHECKMATE,

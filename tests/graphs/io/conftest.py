@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphs.ir import Graph, Kind, Op, Tensor
+from planner.graphs.ir import Graph, Kind, Op, Tensor
 from planner.plans.plan import Plan
 from planner.plans.solve import solve
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from graphs.addresses import Buffer, Offsets
-from graphs.errors import FormatError
-from graphs.io.buffers import read_buffers, write_offsets
+from planner.graphs.addresses import Buffer, Offsets
+from planner.graphs.errors import FormatError
+from planner.graphs.io.buffers import read_buffers, write_offsets
 
 
 def written(tmp_path: Path, text: str) -> Path:

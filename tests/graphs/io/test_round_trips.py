@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from graphs.errors import FormatError, GraphError, OutputError
-from graphs.io import files
-from graphs.io.documents import convert_to_json
-from graphs.io.formats import read_graph, write_graph
-from graphs.io.graph_document import build_from_dict, convert_to_dict
-from graphs.ir import Graph, Kind, Phase
-from graphs.simulate import simulate
+from planner.graphs.errors import FormatError, GraphError, OutputError
+from planner.graphs.io import files
+from planner.graphs.io.documents import convert_to_json
+from planner.graphs.io.formats import read_graph, write_graph
+from planner.graphs.io.graph_document import build_from_dict, convert_to_dict
+from planner.graphs.ir import Graph, Kind, Phase
+from planner.graphs.simulate import simulate
 from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.plan import Plan, plan_from_dict, read_graph_or_plan, read_plan
 from tests.support.graphs.documents import files_in, graphs, plans, refusal, through_text

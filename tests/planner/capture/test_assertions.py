@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import planner
-from graphs.errors import TraceError
+from planner.graphs.errors import TraceError
 from tests.support.models import checked
 from tests.support.models.checked import SIZE, Checked, Forward
 

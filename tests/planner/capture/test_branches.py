@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import MismatchError, TraceError
 from planner.capture.signature import call
 from planner.capture.trace import capture
+from planner.graphs.errors import MismatchError, TraceError
 from planner.torch_private import capture as private
 from tests.support.budgets import between
 from tests.support.marks import slow

@@ -11,9 +11,9 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
-from graphs.errors import MismatchError, TraceError  # noqa: E402
-from graphs.schedule import keep_everything  # noqa: E402
 from planner.capture.trace import capture  # noqa: E402
+from planner.graphs.errors import MismatchError, TraceError  # noqa: E402
+from planner.graphs.schedule import keep_everything  # noqa: E402
 from planner.runtime.executor import Executor  # noqa: E402
 from tests.support.models.as_eager import check_trains_as_eager  # noqa: E402
 from tests.support.models.outcomes import check_three_steps  # noqa: E402

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.ir import Graph
 from planner.capture.kernels.variants import CompileVariant
 from planner.capture.rewrites import convolutions
 from planner.capture.trace import capture, capture_kernels
+from planner.graphs.ir import Graph
 from tests.support.raised_warnings import raise_warnings
 
 

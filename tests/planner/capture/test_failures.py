@@ -12,8 +12,8 @@ from torch import distributions, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import TraceError
 from planner.capture.trace import capture
+from planner.graphs.errors import TraceError
 from tests.support.marks import slow
 
 X, Y = torch.randn(6, 4), torch.randn(6, 4)

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import TraceError
+from planner.graphs.errors import TraceError
 from tests.support.models.as_eager import check_trains_as_eager
 
 LOCK = threading.Lock()

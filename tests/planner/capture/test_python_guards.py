@@ -16,8 +16,8 @@ from torch.nn.utils import prune
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import MismatchError, TraceError
 from planner.capture.trace import capture
+from planner.graphs.errors import MismatchError, TraceError
 from tests.support.marks import slow
 from tests.support.raised_warnings import raise_warnings
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import planner
-from graphs.errors import TraceError
-from graphs.ir import Kind
+from planner.graphs.errors import TraceError
+from planner.graphs.ir import Kind
 from planner.measure.steps import StepOutcome
 from planner.torch_private.core import list_parts, pytree
 from tests.support.marks import slow

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import TraceError
-from graphs.ir import Graph, Kind, Op, Phase
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
 from planner.capture.rewrites.layouts import copy_with_strides
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import TraceError
+from planner.graphs.ir import Graph, Kind, Op, Phase
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
 from planner.measure.steps import get_loss, measure_memory
 from planner.measure.tracing import profile_capture
 from planner.native.library import wait_for_library

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from graphs.io.formats import write_graph
+from planner.graphs.io.formats import write_graph
 from tests.support.cli import chain
 
 

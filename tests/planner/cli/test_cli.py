@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from graphs.addresses import check_offsets
-from graphs.io.buffers import read_buffers
-from graphs.io.formats import read_graph
-from graphs.ir import Graph
 from planner.capture.options import OPTIONS
 from planner.capture.workload.models import Workload
 from planner.capture.workload.workload import parse_spec
 from planner.cli.main import build_parser
+from planner.graphs.addresses import check_offsets
+from planner.graphs.io.buffers import read_buffers
+from planner.graphs.io.formats import read_graph
+from planner.graphs.ir import Graph
 from planner.measure.run_plan import RunReport
 from planner.plans.plan import read_plan
 from planner.progress import LineView
 from planner.settings.option_settings import OptionSettings
 from planner.settings.plan import PlanSettings
-from solvers.registry import SOLVERS
+from planner.solvers.registry import SOLVERS
 from tests.support.budgets import between
 from tests.support.cli import PATIENCE_S, ROOT, call, chain, command, refused, run_python, run_report
 from tests.support.graphs.buffers import packed_buffers

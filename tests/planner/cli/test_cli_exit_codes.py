@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from graphs.errors import OutOfMemoryError
-from graphs.io.formats import write_graph
-from graphs.simulate import simulate
-from graphs.synthetic.small import make_training_chain
 from planner.cli.main import main
+from planner.graphs.errors import OutOfMemoryError
+from planner.graphs.io.formats import write_graph
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.small import make_training_chain
 from planner.measure.run_plan import RunReport
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan

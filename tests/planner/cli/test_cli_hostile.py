@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from graphs.errors import OutputError
-from graphs.escape import escape_lines, escape_text
-from graphs.io.files import check_folder, is_stdout, open_descriptor, write_text
-from graphs.io.formats import write_graph
-from graphs.io.graph_document import convert_to_dict
-from graphs.ir import Graph
-from graphs.synthetic.small import make_training_chain
 from planner.cli.arguments import print_error
+from planner.graphs.errors import OutputError
+from planner.graphs.escape import escape_lines, escape_text
+from planner.graphs.io.files import check_folder, is_stdout, open_descriptor, write_text
+from planner.graphs.io.formats import write_graph
+from planner.graphs.io.graph_document import convert_to_dict
+from planner.graphs.ir import Graph
+from planner.graphs.synthetic.small import make_training_chain
 from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.plan import Plan, read_plan
 from planner.plans.solve import solve
@@ -177,7 +177,7 @@ def test_a_graph_that_was_traced_again_is_told_from_an_edit(graph_file: Path, tm
 
 
 def test_timeline_accepts_plans_of_all_solvers(graph_file: Path) -> None:
-    from solvers.registry import SOLVERS
+    from planner.solvers.registry import SOLVERS
 
     def plan_by(solver: str) -> Plan | None:
         try:

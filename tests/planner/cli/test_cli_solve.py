@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from graphs.errors import PlannerError
-from graphs.io.formats import read_graph, write_graph
-from graphs.simulate import simulate
-from graphs.units import format_enough
+from planner.graphs.errors import PlannerError
+from planner.graphs.io.formats import read_graph, write_graph
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_enough
 from planner.plans.plan import read_plan
 from tests.support.cli import call, chain, refused
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from graphs.io.formats import write_graph
 from planner.cli.main import main
+from planner.graphs.io.formats import write_graph
 from planner.studies.sizes import METHODS
 from tests.support.cli import PATIENCE_S, ROOT, call, chain_of_six
 
@@ -64,7 +64,7 @@ def test_options_are_drawn_and_written_beside(graph_file: Path, tmp_path: Path, 
 ENDLESS = """
 import os, time
 from pathlib import Path
-from solvers.baselines import keep_everything
+from planner.solvers.baselines import keep_everything
 
 FOLDER = Path(__file__).parent
 
@@ -79,7 +79,7 @@ WITH_ENDLESS_SOLVER = """
 import sys
 folder, *arguments = sys.argv[1:]
 sys.path.insert(0, folder)
-from solvers.registry import SOLVERS, Entry
+from planner.solvers.registry import SOLVERS, Entry
 SOLVERS["endless"] = Entry("endless", "never ends by itself")
 if __name__ == "__main__":
     from planner.cli.main import main

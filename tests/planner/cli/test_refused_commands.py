@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from graphs.io.formats import write_graph
-from graphs.synthetic.small import make_training_chain
+from planner.graphs.io.formats import write_graph
+from planner.graphs.synthetic.small import make_training_chain
 from planner.plans.document import write_plan
 from planner.plans.solve import solve
 from tests.support.cli import call, chain, refused

@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.errors import GraphError
-from graphs.io.formats import read_graph, write_graph
-from graphs.ir import Graph
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.small import make_training_chain
-from graphs.units import format_ratio, format_seconds
 from planner.capture.signature import call
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.cli.main import main
+from planner.graphs.errors import GraphError
+from planner.graphs.io.formats import read_graph, write_graph
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.small import make_training_chain
+from planner.graphs.units import format_ratio, format_seconds
 from planner.measure.observation import OpTimer, _TimedStep
 from planner.measure.steps import get_loss
 from planner.plans.plan import Plan

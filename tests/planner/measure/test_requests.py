@@ -1,6 +1,6 @@
 """The requests of an op, from what the allocator was recorded to do."""
 
-from graphs.requests import WORKSPACE, MemoryRequest
+from planner.graphs.requests import WORKSPACE, MemoryRequest
 from planner.runtime.allocator import Allocation, collect_requests
 
 

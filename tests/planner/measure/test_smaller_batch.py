@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphs.errors import GraphError
-from graphs.ir import Graph
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.small import make_training_chain
 from planner.capture.signature import list_leaves
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
 from planner.capture.workload.models.gpt2 import GPT2
+from planner.graphs.errors import GraphError
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.small import make_training_chain
 from planner.measure.scaling import GraphFit, list_sample_sizes
 from planner.measure.smaller_batch import bound_graph
 from planner.measure.tracing import capture_step

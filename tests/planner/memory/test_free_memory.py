@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from graphs.errors import PlannerError
+from planner.graphs.errors import PlannerError
 from planner.memory.free_memory import free_bytes, free_host_bytes
 from tests.support.marks import slow
 

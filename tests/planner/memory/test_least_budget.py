@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 import planner
-from graphs.errors import InfeasibleError, LimitError
-from graphs.ir import Graph
-from graphs.options.offload import OFFLOAD
-from graphs.options.surroundings import Link, Surroundings
-from graphs.reordering import keep_program_order
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_graph, draw_training_step
-from graphs.synthetic.transformer import TransformerSize, transformer
-from graphs.units import format_enough
 from planner.capture.options import apply_options
+from planner.graphs.errors import InfeasibleError, LimitError
+from planner.graphs.ir import Graph
+from planner.graphs.options.offload import OFFLOAD
+from planner.graphs.options.surroundings import Link, Surroundings
+from planner.graphs.reordering import keep_program_order
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
+from planner.graphs.units import format_enough
 from planner.memory import least_budget as remembered
 from planner.memory.fit import Bracket, find_largest, fit
 from planner.memory.least_budget import find_least_budget
@@ -25,17 +25,17 @@ from planner.progress import Progress
 from planner.settings.budget import Bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.show.facts.graph import collect_graph_facts
+from planner.solvers.clock import WallClock, WorkClock
+from planner.solvers.least import find_least_known
+from planner.solvers.order.reorder import find_order
+from planner.solvers.registry import get_solver
+from planner.solvers.request import Request
+from planner.solvers.result import SOLVED, Reason, Result, Status
 from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import solve_curve
 from planner.studies.frontier import Frontier
 from planner.studies.settings import StudySettings
 from planner.studies.solves import solve_in_order
-from solvers.clock import WallClock, WorkClock
-from solvers.least import find_least_known
-from solvers.order.reorder import find_order
-from solvers.registry import get_solver
-from solvers.request import Request
-from solvers.result import SOLVED, Reason, Result, Status
 from tests.support.marks import slow
 
 

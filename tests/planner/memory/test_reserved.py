@@ -7,15 +7,15 @@ from itertools import pairwise
 import pytest
 
 import planner
-from graphs.allocators.caching import EXPANDABLE
-from graphs.allocators.training import least_capacity_bytes, usage_of
-from graphs.errors import FormatError, InfeasibleError, LimitError, MismatchError, UsageError
-from graphs.ir import Graph, Kind
-from graphs.reordering import keep_program_order
-from graphs.schedule import keep_everything
-from graphs.synthetic.small import make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
-from graphs.units import format_bytes, format_enough
+from planner.graphs.allocators.caching import EXPANDABLE
+from planner.graphs.allocators.training import least_capacity_bytes, usage_of
+from planner.graphs.errors import FormatError, InfeasibleError, LimitError, MismatchError, UsageError
+from planner.graphs.ir import Graph, Kind
+from planner.graphs.reordering import keep_program_order
+from planner.graphs.schedule import keep_everything
+from planner.graphs.synthetic.small import make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
+from planner.graphs.units import format_bytes, format_enough
 from planner.memory import reserved_budget
 from planner.memory.least_budget import find_least_budget
 from planner.memory.reserved import EagerMemory, build_training, predict_beside, predict_eager_reserved_bytes
@@ -30,12 +30,12 @@ from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
 from planner.show.facts.graph import collect_graph_facts
 from planner.show.report.graph_text import describe_graph
+from planner.solvers.clock import WorkClock
+from planner.solvers.order.solve import SolvedOrder
+from planner.solvers.registry import get_solver
+from planner.solvers.request import Request
+from planner.solvers.result import Ending, Reason, Result, Status
 from planner.studies.budget_analysis import advise_graph
-from solvers.clock import WorkClock
-from solvers.order.solve import SolvedOrder
-from solvers.registry import get_solver
-from solvers.request import Request
-from solvers.result import Ending, Reason, Result, Status
 from tests.support.graphs.small_graphs import of_four_sizes
 
 MIB = 2**20

@@ -1,4 +1,4 @@
-"""The ledger in C++ chooses the storages that the one of ``solvers.online`` chooses."""
+"""The ledger in C++ chooses the storages that the one of ``planner.solvers.online`` chooses."""
 
 import random
 from typing import Any
@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from planner.native.library import wait_for_library
+from planner.solvers.baselines.common import online
+from planner.solvers.baselines.common.online import OnlineRun
+from planner.solvers.online.heuristics import MEGENGINE, NAMES, Interpreter, make_heuristic
+from planner.solvers.online.ledger import Ledger
+from planner.solvers.order.peak import keep_everything_peak_bytes
 from planner.train.eager.session import rematerialize
-from solvers.baselines.common import online
-from solvers.baselines.common.online import OnlineRun
-from solvers.online.heuristics import MEGENGINE, NAMES, Interpreter, make_heuristic
-from solvers.online.ledger import Ledger
-from solvers.order.peak import keep_everything_peak_bytes
 from tests.support.eager.chains import chain, with_statistics, written_in_steps
 from tests.support.native import NEEDS_LIBRARY
 

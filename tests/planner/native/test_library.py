@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graphs.errors import PlannerError
+from planner.graphs.errors import PlannerError
 from planner.native import library
 from planner.native.library import compile_library, describe_library, library_path
 from tests.support.native import NEEDS_LIBRARY

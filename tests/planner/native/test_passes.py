@@ -15,7 +15,6 @@ from torch import nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.schedule import keep_everything
 from planner.capture.lowering.lower import Capture
 from planner.capture.program.draws import draw_once
 from planner.capture.rewrites.layouts import copy_with_strides
@@ -23,6 +22,7 @@ from planner.capture.rewrites.reproducible_random import draw_dropout
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.graphs.schedule import keep_everything
 from planner.measure.pool_memory import measure_peak
 from planner.native import library
 from planner.native.library import wait_for_library

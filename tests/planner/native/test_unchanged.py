@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.errors import MismatchError
 from planner.capture.guards.python_guards import PythonGuards
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
+from planner.graphs.errors import MismatchError
 from planner.native.library import wait_for_library
 from planner.native.unchanged import StepGuards
 from tests.support.native import NEEDS_LIBRARY

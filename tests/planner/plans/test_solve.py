@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 import planner
-from graphs.addresses import buffers_of
-from graphs.errors import BudgetError, GraphError, InfeasibleError, LimitError, MismatchError, PlannerError, UsageError
-from graphs.io.formats import read_graph, write_graph
-from graphs.ir import Graph, Kind
-from graphs.options.surroundings import OtherDevice
-from graphs.reordering import Reordering
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_graph, draw_training_step
-from graphs.synthetic.small import make_training_chain
+from planner.graphs.addresses import buffers_of
+from planner.graphs.errors import BudgetError, GraphError, InfeasibleError, LimitError, MismatchError, PlannerError, UsageError
+from planner.graphs.io.formats import read_graph, write_graph
+from planner.graphs.ir import Graph, Kind
+from planner.graphs.options.surroundings import OtherDevice
+from planner.graphs.reordering import Reordering
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from planner.graphs.synthetic.small import make_training_chain
 from planner.memory.least_budget import LeastBudget, find_least_budget
 from planner.memory.reserved import DeviceTraining
 from planner.plans.document import plan_to_dict
@@ -31,16 +31,16 @@ from planner.plans.summary import summarize
 from planner.progress import Event, Progress
 from planner.settings.counted_memory import CountedMemory
 from planner.show.report.describe import plan_data, plan_text
-from solvers import clock
-from solvers.addresses.solve import solve as solve_addresses
-from solvers.clock import Clock, WallClock, measure_rest
-from solvers.order.reorder import find_order
-from solvers.registry import get_solver
-from solvers.request import Request
-from solvers.result import Ending, Result, Status
-from solvers.tolerance import WIDENING, Tolerance
-from solvers.windows import driver
-from solvers.windows.strategies.first_schedules import EvictionRules, KeepEverything
+from planner.solvers import clock
+from planner.solvers.addresses.solve import solve as solve_addresses
+from planner.solvers.clock import Clock, WallClock, measure_rest
+from planner.solvers.order.reorder import find_order
+from planner.solvers.registry import get_solver
+from planner.solvers.request import Request
+from planner.solvers.result import Ending, Result, Status
+from planner.solvers.tolerance import WIDENING, Tolerance
+from planner.solvers.windows import driver
+from planner.solvers.windows.strategies.first_schedules import EvictionRules, KeepEverything
 from tests.support.budgets import budget_at
 from tests.support.graphs.options import on_devices
 from tests.support.solvers.answers import script_solver
@@ -161,7 +161,7 @@ def test_the_time_limit_holds_for_the_order_and_for_the_solves_together(monkeypa
         request.clock.spend(12.0)
         return replace(found, graph=request.graph)
 
-    monkeypatch.setattr("solvers.order.solve.find_order", order)
+    monkeypatch.setattr("planner.solvers.order.solve.find_order", order)
     monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: solve)
     plan = planner.solve(graph, budget_bytes, work_limit=60.0, reorder=True)
     assert given == [("order", 15.0), ("solve", 50.0), ("solve", 38.0)]

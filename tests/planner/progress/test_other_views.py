@@ -18,15 +18,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.errors import PlannerError
 from planner.cli.interrupt import StopOnInterrupt
+from planner.graphs.errors import PlannerError
 from planner.plans.plan import Plan
 from planner.plans.record import describe_saved, plan_line
 from planner.plans.solve import solve
 from planner.progress import Event, LineView, LoggingView, NotebookView, Progress, Stage, Stages, list_default_views, list_views
 from planner.progress.describe import describe
 from planner.progress.line import PLAIN_EVERY_S
-from solvers.result import SolveProgress
+from planner.solvers.result import SolveProgress
 from tests.support.cli import chain
 from tests.support.logs import lines_of
 from tests.support.models.backend import BrokenTwice

@@ -3,7 +3,7 @@
 import pytest
 
 from planner.progress import Event, Progress, Stage, Stages
-from solvers.result import SolveProgress
+from planner.solvers.result import SolveProgress
 
 
 class Clock:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphs.errors import CopyError
+from planner.graphs.errors import CopyError
 from planner.runtime.allocator import measure_cuda_context_bytes, record_cpu_allocations
 from planner.runtime.allocator_failure import find_allocator_failure
 

@@ -17,12 +17,12 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from graphs.errors import OutOfMemoryError
-from graphs.schedule import keep_everything
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
+from planner.graphs.errors import OutOfMemoryError
+from planner.graphs.schedule import keep_everything
 from planner.measure.steps import Isolated, measure_outcome
 from planner.memory.arena_rules import ALIGNMENT, LEAST_BYTES
 from planner.memory.release import release_large_blocks

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphs.options.passes import order_by_passes
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
+from planner.graphs.options.passes import order_by_passes
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
 from planner.measure.pool_memory import measure_other_peaks, measure_peak
 from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor

@@ -11,10 +11,10 @@ from torch import nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import MismatchError, PlannerError, TraceError
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import MismatchError, PlannerError, TraceError
 from planner.runtime.cuda.graphed_step import prepare_for_recording
 from planner.runtime.executor import Executor
 from planner.settings.budget import Bytes

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import planner
-from graphs.errors import CopyError, InfeasibleError, PlannerError, TraceError
-from graphs.ir import Kind
-from graphs.pools import HOST
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.units import format_bytes
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
+from planner.graphs.errors import CopyError, InfeasibleError, PlannerError, TraceError
+from planner.graphs.ir import Kind
+from planner.graphs.pools import HOST
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_bytes
 from planner.measure.tracing import profile_capture
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
@@ -31,11 +31,11 @@ from planner.runtime.transfers.channels import HostChannels
 from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
+from planner.solvers.tolerance import Tolerance
 from planner.train.compile.compiler import Compiler
 from planner.train.compile.step import PlannedStep
 from planner.train.distributed.ranks import SingleProcess
 from planner.train.distributed.wrappers import Unwrapped
-from solvers.tolerance import Tolerance
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.cuda_device.memory import WORKSPACE_BYTES
 from tests.support.cuda_device.steps import LOOPS, dropout_and_norm, recorded, train

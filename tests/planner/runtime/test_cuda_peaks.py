@@ -8,13 +8,13 @@ from torch import nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.units import format_bytes
 from planner.capture.replay import collect_static
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.units import format_bytes
 from planner.measure.device_profile import profile_other_devices
 from planner.measure.observation import OpTimer, PeakWatch
 from planner.measure.pool_memory import measure_peak

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import planner
-from graphs.ir import Op
 from planner.capture.frontend.random_states import RandomStates
+from planner.graphs.ir import Op
 from planner.measure.unrepeatable_ops import UNREPEATABLE
 from planner.train.compile.step import PlannedStep
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import planner
-from graphs.allocators.caching import DEFAULT_POOL
-from graphs.allocators.steering import is_placed, steer
-from graphs.allocators.training import compute_outside_pool_bytes, compute_reserved_in_arena_bytes
-from graphs.schedule import keep_everything
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.graphs.allocators.caching import DEFAULT_POOL
+from planner.graphs.allocators.steering import is_placed, steer
+from planner.graphs.allocators.training import compute_outside_pool_bytes, compute_reserved_in_arena_bytes
+from planner.graphs.schedule import keep_everything
 from planner.measure.optimizers import measure_optimizer
 from planner.measure.steps import get_loss
 from planner.measure.tracing import profile_capture

@@ -2,8 +2,8 @@
 
 import pytest
 
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
 from planner.measure.tracing import profile_capture
 from planner.settings.plan import PlanSettings
 from tests.support.budgets import on_the_way

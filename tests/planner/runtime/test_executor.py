@@ -18,16 +18,16 @@ import torch
 
 import planner
 from benchmarks.storages import LiveStorages
-from graphs.errors import GraphError, InfeasibleError, MismatchError, OutOfMemoryError, PlannerError, ScheduleError
-from graphs.ir import Kind
-from graphs.options.passes import order_by_passes
-from graphs.schedule import Compute, Free, keep_everything, schedule_of
-from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.program.program import OpCalls
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import GraphError, InfeasibleError, MismatchError, OutOfMemoryError, PlannerError, ScheduleError
+from planner.graphs.ir import Kind
+from planner.graphs.options.passes import order_by_passes
+from planner.graphs.schedule import Compute, Free, keep_everything, schedule_of
+from planner.graphs.simulate import simulate
 from planner.measure.observation import OpTimer
 from planner.measure.pool_memory import measure_peak
 from planner.measure.run_plan import run

@@ -11,12 +11,6 @@ import torch
 
 import planner
 import planner.train.compile.compile as training
-from graphs.errors import UsageError
-from graphs.ir import Phase
-from graphs.options import remove_options
-from graphs.options.surroundings import Link, Surroundings
-from graphs.schedule import Schedule, keep_everything
-from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import apply_options, list_step_option_names
 from planner.capture.options.in_place_variants import find_in_place_variant, find_out_variant
@@ -26,6 +20,12 @@ from planner.capture.program.program import Call, Ref
 from planner.capture.replay import RealStep, collect_written_tensors
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import UsageError
+from planner.graphs.ir import Phase
+from planner.graphs.options import remove_options
+from planner.graphs.options.surroundings import Link, Surroundings
+from planner.graphs.schedule import Schedule, keep_everything
+from planner.graphs.simulate import simulate
 from planner.measure import run_plan, tracing
 from planner.measure.pool_memory import measure_peak
 from planner.measure.steps import measure_outcome

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphs.options.surroundings import Link
 from planner.capture.replay import collect_static
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.graphs.options.surroundings import Link
 from planner.measure import link_rates as link
 from planner.measure.link_rates import link_during_step
 from planner.measure.tracing import trace

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from graphs.errors import CopyError, OutOfMemoryError
-from graphs.ir import Kind
-from graphs.options.offload import remove_offload
-from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
-from graphs.schedule import Compute, Free, Schedule, Step, keep_everything
-from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
+from planner.graphs.errors import CopyError, OutOfMemoryError
+from planner.graphs.ir import Kind
+from planner.graphs.options.offload import remove_offload
+from planner.graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
+from planner.graphs.schedule import Compute, Free, Schedule, Step, keep_everything
+from planner.graphs.simulate import simulate
 from planner.measure.pool_memory import measure_peak
 from planner.measure.tracing import profile_capture
 from planner.plans.solve import solve

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from graphs.errors import CopyError, DeviceError, GraphError, UsageError
-from graphs.ir import Graph
-from graphs.options.compress import predict_gradient_error
-from graphs.options.passes import order_by_passes
-from graphs.options.selection import get_option_name
-from graphs.pools import COMPUTE, HOST
-from graphs.schedule import Compute, Schedule, find_boundary, live_after
-from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.program.program import Call, call_of
 from planner.capture.replay import collect_written_tensors
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import CopyError, DeviceError, GraphError, UsageError
+from planner.graphs.ir import Graph
+from planner.graphs.options.compress import predict_gradient_error
+from planner.graphs.options.passes import order_by_passes
+from planner.graphs.options.selection import get_option_name
+from planner.graphs.pools import COMPUTE, HOST
+from planner.graphs.schedule import Compute, Schedule, find_boundary, live_after
+from planner.graphs.simulate import simulate
 from planner.measure.pool_memory import measure_other_peaks, measure_peak
 from planner.measure.steps import measure_outcome
 from planner.runtime import devices

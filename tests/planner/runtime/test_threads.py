@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.ir import Phase
-from graphs.schedule import schedule_of
 from planner.capture.rewrites.reproducible_random import draw_dropout
 from planner.capture.trace import capture
+from planner.graphs.ir import Phase
+from planner.graphs.schedule import schedule_of
 from planner.runtime.allocator import measure_segment_peaks, record_cpu_allocations
 from planner.runtime.executor import Executor
 from planner.runtime.random_state import RandomState

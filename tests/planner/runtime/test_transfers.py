@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphs.errors import CopyError, OutOfMemoryError
+from planner.graphs.errors import CopyError, OutOfMemoryError
 from planner.runtime.transfers.channels import open_channel
 from planner.runtime.transfers.host_memory import HostMemory
 from planner.runtime.transfers.thread_channels import ThreadChannel

@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import PlannerError
 from planner.capture.checksum import compute_checksum
+from planner.graphs.errors import PlannerError
 from planner.runtime import saved_hooks
 from tests.support.marks import slow
 

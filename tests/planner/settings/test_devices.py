@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from graphs.errors import UsageError
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
+from planner.graphs.errors import UsageError
 from planner.settings.devices import (
     DEVICES,
     count_op_bytes,

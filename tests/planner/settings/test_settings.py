@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 import planner
-from graphs.errors import BudgetError, PlannerError, UsageError
-from graphs.io.formats import write_graph
-from graphs.ir import Graph
-from graphs.options.option import Feature, Need
-from graphs.synthetic.random_graphs import draw_graph
-from graphs.synthetic.small import make_training_chain
 from planner.capture.options import OPTIONS, needs
 from planner.cli.main import main
+from planner.graphs.errors import BudgetError, PlannerError, UsageError
+from planner.graphs.io.formats import write_graph
+from planner.graphs.ir import Graph
+from planner.graphs.options.option import Feature, Need
+from planner.graphs.synthetic.random_graphs import draw_graph
+from planner.graphs.synthetic.small import make_training_chain
 from planner.plans.plan import read_plan
 from planner.plans.search import StepSearch
 from planner.plans.summary import summarize
@@ -31,11 +31,11 @@ from planner.settings.compatibility import Incompatibility, build_table, check_c
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import build_option_settings
 from planner.settings.plan import NOT_IN_PLANS, PlanSettings, select_settings
+from planner.solvers.baselines.dtr import DtrParams
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.tolerance import Tolerance
+from planner.solvers.windows.params import BoundParams, WindowsParams
 from planner.train.backend.settings import OPTIONS_OF_COMPILE
-from solvers.baselines.dtr import DtrParams
-from solvers.bounds import bound_least_budget
-from solvers.tolerance import Tolerance
-from solvers.windows.params import BoundParams, WindowsParams
 from tests.support.solvers.brute_force import fastest
 
 PARAMS = WindowsParams(bound=BoundParams(small_ops=12))

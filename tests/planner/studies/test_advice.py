@@ -11,25 +11,25 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
-from graphs.errors import PlannerError, UsageError
-from graphs.ir import Graph
-from graphs.reordering import Reordering
-from graphs.synthetic.random_graphs import draw_graph
-from graphs.synthetic.small import make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
-from graphs.units import format_bytes
 from planner.capture.options import list_options_to_try
+from planner.graphs.errors import PlannerError, UsageError
+from planner.graphs.ir import Graph
+from planner.graphs.reordering import Reordering
+from planner.graphs.synthetic.random_graphs import draw_graph
+from planner.graphs.synthetic.small import make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
+from planner.graphs.units import format_bytes
 from planner.memory.least_budget import LeastBudget, find_least_budget
 from planner.memory.reserved import predict_eager_bytes
 from planner.plans.summary import summarize
 from planner.progress import Progress, Stage
 from planner.settings.counted_memory import CountedMemory
+from planner.solvers.clock import Clock, WorkClock
+from planner.solvers.result import Reason, Result, Status
 from planner.studies import budget_analysis, frontier
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import BETWEEN, advise_graph
 from planner.studies.solves import solve_in_order
-from solvers.clock import Clock, WorkClock
-from solvers.result import Reason, Result, Status
 from tests.support.marks import slow_except
 
 LINK = {"link": "1000GB/s", "host_budget": "1GB"}

@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare_summary import format_summary
-from graphs.errors import BudgetError, OutputError, PlannerError
-from graphs.io.formats import write_graph
-from graphs.ir import Graph
-from graphs.synthetic.small import make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.cli.main import main
+from planner.graphs.errors import BudgetError, OutputError, PlannerError
+from planner.graphs.io.formats import write_graph
+from planner.graphs.ir import Graph
+from planner.graphs.synthetic.small import make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
 from planner.memory.reserved import predict_eager_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import RECOMPUTATION, build_option_settings
+from planner.solvers.clock import WorkClock
+from planner.solvers.registry import SOLVERS
+from planner.solvers.result import Reason
 from planner.studies.best_rows import (
     HEURISTICS,
     build_tuned_table,
@@ -31,9 +34,6 @@ from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound
 from planner.studies.comparisons import build_simulated_table, format_cell, format_tables, write_report
 from planner.studies.rows import list_columns, read_rows, write_rows
 from planner.studies.settings import StudySettings
-from solvers.clock import WorkClock
-from solvers.registry import SOLVERS
-from solvers.result import Reason
 from tests.support.marks import slow_except
 
 METHODS = ("windows", "keep-everything", "chen-sqrt", "dtr", "lru", "rotor")
@@ -404,7 +404,7 @@ def test_a_row_that_is_not_there_was_not_tried(tuned: list[ComparisonRow]) -> No
 
 
 def test_every_heuristic_is_of_a_kind(row: ComparisonRow) -> None:
-    evicting = ("solvers.baselines.dtr", "solvers.baselines.megengine")
+    evicting = ("planner.solvers.baselines.dtr", "planner.solvers.baselines.megengine")
     assert {name for kind in HEURISTICS.values() for name in kind} == {
         name for name, entry in SOLVERS.items() if entry.module in evicting
     }

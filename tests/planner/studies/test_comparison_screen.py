@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from graphs.io.formats import write_graph
-from graphs.synthetic.small import make_training_chain
+from planner.graphs.io.formats import write_graph
+from planner.graphs.synthetic.small import make_training_chain
+from planner.solvers.registry import SOLVERS
 from planner.studies.compare import compare, parse_methods
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.comparison_screen import METHODS, format_screen
 from planner.studies.settings import StudySettings
-from solvers.registry import SOLVERS
 from tests.support.cli import call
 
 BUDGETS = ("100%", "90%", "80%", "70%", "60%", "50%")

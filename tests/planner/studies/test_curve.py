@@ -9,27 +9,27 @@ import pytest
 from hypothesis import given, strategies as st
 
 import planner
-from graphs.errors import BudgetError, PlannerError, UsageError
-from graphs.ir import Graph
-from graphs.options.surroundings import OtherDevice
-from graphs.reordering import keep_program_order
-from graphs.schedule import Schedule, keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_graph, draw_training_step
-from graphs.synthetic.small import make_training_chain
 from planner.cli import argument_types
+from planner.graphs.errors import BudgetError, PlannerError, UsageError
+from planner.graphs.ir import Graph
+from planner.graphs.options.surroundings import OtherDevice
+from planner.graphs.reordering import keep_program_order
+from planner.graphs.schedule import Schedule, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from planner.graphs.synthetic.small import make_training_chain
 from planner.memory.reserved import predict_counted_bytes, predict_eager_bytes, predict_reserved_at
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import build_option_settings
 from planner.settings.other_devices import DEVICES_KEY, encode_devices
+from planner.solvers.clock import WorkClock
+from planner.solvers.request import Request, Start
+from planner.solvers.result import Ending, Result, Status
 from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import Curve, solve_curve
 from planner.studies.curve_table import build_curve_data
 from planner.studies.frontier import Frontier, Turn, Turns, divide_evenly, order_outside_in
 from planner.studies.settings import StudySettings
-from solvers.clock import WorkClock
-from solvers.request import Request, Start
-from solvers.result import Ending, Result, Status
 from tests.support.cli import chain_of_six
 from tests.support.solvers.answers import script_solver
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from graphs.errors import PlannerError
-from graphs.io.formats import write_graph
-from graphs.ir import Graph
-from graphs.synthetic.small import make_training_chain
+from planner.graphs.errors import PlannerError
+from planner.graphs.io.formats import write_graph
+from planner.graphs.ir import Graph
+from planner.graphs.synthetic.small import make_training_chain
 from planner.measure.machine import describe_machine
 from planner.studies import cluster
 from planner.studies.compare import compare

@@ -8,26 +8,26 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from graphs.errors import GraphError, InfeasibleError, LimitError
-from graphs.ir import Graph, Phase
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
 from planner.capture.workload.workload import parse_spec
+from planner.graphs.errors import GraphError, InfeasibleError, LimitError
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
 from planner.measure.scaling import GraphFit, has_same_ops
 from planner.memory.least_memory import StopWhenDecided
 from planner.memory.reserved import predict_counted_bytes, predict_reserved_at
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import RECOMPUTATION, build_option_settings
 from planner.settings.plan import PlanSettings
+from planner.solvers.registry import get_solver
+from planner.solvers.request import Request
+from planner.solvers.result import Result, SolveProgress, Status
 from planner.studies.max_batch import find_largest, find_max_batch
 from planner.studies.sizes import METHODS, LargestSize, Wanted, list_samples
 from planner.studies.solves import solve_in_order
 from planner.studies.workload_sizes import SizedModel
 from planner.studies.workload_tracing import Tracing
-from solvers.registry import get_solver
-from solvers.request import Request
-from solvers.result import Result, SolveProgress, Status
 from tests.support.marks import slow
 from tests.support.solvers.answers import ask, script_solver
 

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.errors import MismatchError, ModelError
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.workload import workload
 from planner.capture.workload.models import Workload
 from planner.cli.main import main
+from planner.graphs.errors import MismatchError, ModelError
 from planner.measure.steps import Step, StepOutcome
 from planner.measure.tracing import trace
 from planner.settings.plan import PlanSettings
+from planner.solvers.baselines.sac import SacRule, SaveList
+from planner.solvers.result import Reason
 from planner.studies.baselines import (
     Method,
     build_auto_sac,
@@ -44,8 +46,6 @@ from planner.studies.comparisons import (
 from planner.studies.measured import Benchmark, Exactness, Measured, compute_relative_error
 from planner.studies.rows import read_rows, write_rows
 from planner.studies.settings import StudySettings
-from solvers.baselines.sac import SacRule, SaveList
-from solvers.result import Reason
 from tests.support.budgets import between
 from tests.support.marks import slow
 

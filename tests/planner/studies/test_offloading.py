@@ -13,10 +13,10 @@ from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure.steps import get_loss
 from planner.runtime.transfers.channels import HostChannels
+from planner.solvers.baselines.sac import SacRule
 from planner.studies.baselines import build_checkpoint_blocks, build_eager, build_sac
 from planner.studies.measured import Benchmark, Exactness
 from planner.studies.offloading import list_offloading_methods, offload_activations, offload_checkpoints, save_on_cpu
-from solvers.baselines.sac import SacRule
 from tests.support.models.steps import make
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import command
 from benchmarks.command import Main, Setting, build_parser, carry_out
-from graphs.errors import OutputError, PlannerError
+from planner.graphs.errors import OutputError, PlannerError
 from planner.studies import comparison_rows
 from planner.studies.experiment import Study
 from planner.studies.rows import (

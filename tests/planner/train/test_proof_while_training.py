@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.units import format_ratio, format_seconds
+from planner.graphs.units import format_ratio, format_seconds
 from planner.plans.plan import Plan
-from solvers.result import OPTIMAL_GAP
+from planner.solvers.result import OPTIMAL_GAP
 from tests.support.budgets import HALF_WAY
 from tests.support.integrations import huggingface, lightning
 from tests.support.integrations.huggingface import transformers

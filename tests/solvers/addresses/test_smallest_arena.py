@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from graphs.addresses import Buffer, live_bytes
-from solvers.addresses import solve as solving
-from solvers.addresses.greedy import construct_offsets, improve
-from solvers.addresses.instance import split_into_instances
-from solvers.addresses.solve import solve
-from solvers.clock import WorkClock
-from solvers.result import Status
+from planner.graphs.addresses import Buffer, live_bytes
+from planner.solvers.addresses import solve as solving
+from planner.solvers.addresses.greedy import construct_offsets, improve
+from planner.solvers.addresses.instance import split_into_instances
+from planner.solvers.addresses.solve import solve
+from planner.solvers.clock import WorkClock
+from planner.solvers.result import Status
 from tests.support.graphs.buffers import packed_buffers, random_buffers, smallest_arena
 from tests.support.marks import slow
 

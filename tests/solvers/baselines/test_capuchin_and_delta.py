@@ -2,16 +2,16 @@
 
 import pytest
 
-from graphs.options.offload import remove_offload
-from graphs.simulate import simulate
-from graphs.synthetic.small import make_training_chain
-from solvers.baselines import auto_perf_maxing, capuchin_swap, delta
-from solvers.baselines.auto_perf_maxing import FractionsProgram, LayerTensor, choose_positions
-from solvers.baselines.common.blocks import find_blockings
-from solvers.baselines.common.offloading import offer_of
-from solvers.baselines.common.online import OnlineFailedError
-from solvers.clock import WallClock
-from solvers.result import Reason
+from planner.graphs.options.offload import remove_offload
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.small import make_training_chain
+from planner.solvers.baselines import auto_perf_maxing, capuchin_swap, delta
+from planner.solvers.baselines.auto_perf_maxing import FractionsProgram, LayerTensor, choose_positions
+from planner.solvers.baselines.common.blocks import find_blockings
+from planner.solvers.baselines.common.offloading import offer_of
+from planner.solvers.baselines.common.online import OnlineFailedError
+from planner.solvers.clock import WallClock
+from planner.solvers.result import Reason
 from tests.support.graphs.options import check_by_both_judges, names, offered, small_gpt, three_layers, with_trips
 from tests.support.solvers.answers import ask
 

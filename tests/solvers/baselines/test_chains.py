@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphs.ir import Graph, Phase
-from graphs.schedule import Compute, Free, keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_graph, draw_training_step
-from graphs.synthetic.small import make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.capture.workload.models import build
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.schedule import Compute, Free, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from planner.graphs.synthetic.small import make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
 from planner.measure.tracing import trace
-from solvers.baselines import chen, griewank, rotor, sac
-from solvers.baselines.checkpoint_blocks import checkpoint_blocks, solve
-from solvers.baselines.common.blocks import ModuleTree, block_of, count_levels, find_blockings
-from solvers.baselines.common.recomputation import recompute_groups
-from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places, find_crossings, select_evenly
-from solvers.baselines.griewank import count_extra_runs, plan
-from solvers.registry import get_solver
-from solvers.result import Reason, SolveProgress, Status
+from planner.solvers.baselines import chen, griewank, rotor, sac
+from planner.solvers.baselines.checkpoint_blocks import checkpoint_blocks, solve
+from planner.solvers.baselines.common.blocks import ModuleTree, block_of, count_levels, find_blockings
+from planner.solvers.baselines.common.recomputation import recompute_groups
+from planner.solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places, find_crossings, select_evenly
+from planner.solvers.baselines.griewank import count_extra_runs, plan
+from planner.solvers.registry import get_solver
+from planner.solvers.result import Reason, SolveProgress, Status
 from tests.support.budgets import peak_bytes
 from tests.support.graphs.small_graphs import diamond
 from tests.support.solvers.answers import ask

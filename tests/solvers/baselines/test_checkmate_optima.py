@@ -12,26 +12,26 @@ import numpy as np
 import pulp
 import pytest
 
-from graphs.errors import BudgetError, OutputError, PlannerError
-from graphs.io.formats import write_graph
-from graphs.ir import Graph
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_graph, draw_training_step
-from graphs.synthetic.small import make_chain, make_skips, make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.cli.main import main
+from planner.graphs.errors import BudgetError, OutputError, PlannerError
+from planner.graphs.io.formats import write_graph
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from planner.graphs.synthetic.small import make_chain, make_skips, make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
 from planner.plans.plan import read_plan
-from solvers import highs, windows
-from solvers.baselines import checkmate
-from solvers.baselines.checkmate import CheckmateParams, CheckmateProgram, solve, write_model
-from solvers.baselines.common.checkmate_program import MEMORY_RANGE
-from solvers.baselines.common.pulp_solvers import OUTCOMES
-from solvers.clock import WallClock
-from solvers.highs.program import Answer, Outcome
-from solvers.registry import get_solver
-from solvers.result import SolveProgress, Status
+from planner.solvers import highs, windows
+from planner.solvers.baselines import checkmate
+from planner.solvers.baselines.checkmate import CheckmateParams, CheckmateProgram, solve, write_model
+from planner.solvers.baselines.common.checkmate_program import MEMORY_RANGE
+from planner.solvers.baselines.common.pulp_solvers import OUTCOMES
+from planner.solvers.clock import WallClock
+from planner.solvers.highs.program import Answer, Outcome
+from planner.solvers.registry import get_solver
+from planner.solvers.result import SolveProgress, Status
 from tests.support.budgets import budget_at
 from tests.support.graphs.small_graphs import diamond, kept_output, three_at_once, two_outputs
 from tests.support.marks import slow
@@ -69,7 +69,7 @@ def test_another_solver_finds_the_same(graph: Graph) -> None:
 
 def test_highs_without_callbacks_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = solve(ask(make_training_chain(4), 4, tolerance=1e-6))
-    monkeypatch.setattr(import_module("solvers.baselines.common.pulp_solvers"), "HIGHS", "none")
+    monkeypatch.setattr(import_module("planner.solvers.baselines.common.pulp_solvers"), "HIGHS", "none")
     result = solve(ask(make_training_chain(4), 4, tolerance=1e-6))
     assert (result.status, result.time_s) == (Status.OPTIMAL, expected.time_s)
     assert result.bound_s == pytest.approx(expected.bound_s, rel=1e-5)
@@ -246,9 +246,9 @@ def test_the_size_of_the_program_is_foretold(monkeypatch: pytest.MonkeyPatch) ->
     for seed in range(10):
         model = CheckmateProgram(draw_graph(seed, 12), 1000)
         model.build()
-        monkeypatch.setattr("solvers.baselines.checkmate.MOST_BINARIES", len(model.R) + len(model.S) - 1)
+        monkeypatch.setattr("planner.solvers.baselines.checkmate.MOST_BINARIES", len(model.R) + len(model.S) - 1)
         assert f"has {len(model.R) + len(model.S)} variables" in str(model.size.find_refusal(math.inf))
-        monkeypatch.setattr("solvers.baselines.checkmate.MOST_BINARIES", len(model.R) + len(model.S))
+        monkeypatch.setattr("planner.solvers.baselines.checkmate.MOST_BINARIES", len(model.R) + len(model.S))
         assert model.size.find_refusal(math.inf) is None
 
 
@@ -336,8 +336,8 @@ def test_every_word_of_pulp_has_an_outcome() -> None:
 def test_nothing_is_printed() -> None:
     """In a process of its own: HiGHS prints what it is called once in each."""
     code = (
-        "from graphs.synthetic.small import make_training_chain\n"
-        "from solvers.baselines.checkmate import solve\n"
+        "from planner.graphs.synthetic.small import make_training_chain\n"
+        "from planner.solvers.baselines.checkmate import solve\n"
         "from tests.support.solvers.answers import ask\n"
         "assert solve(ask(make_training_chain(4), 4)).time_s == 9.0\n"
     )
@@ -386,7 +386,7 @@ def test_the_command_solves_and_writes_the_program(tmp_path: Path, capsys: pytes
 
 
 def test_packages_of_baselines_and_reports_are_not_imported_by_training() -> None:
-    imported = "sys, solvers.registry, planner.cli.main, planner.train.compile.compile, planner.train.eager.session"
+    imported = "sys, planner.solvers.registry, planner.cli.main, planner.train.compile.compile, planner.train.eager.session"
     code = f"import {imported}; sys.exit(bool({{'pulp', 'scipy', 'jinja2'}} & {{*sys.modules}}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
     assert get_solver("checkmate")(ask(make_training_chain(4), 4)).solver == "checkmate"

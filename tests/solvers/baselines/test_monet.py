@@ -6,23 +6,23 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.errors import GraphError, PlannerError
-from graphs.ir import Graph, Phase, Tensor
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.small import make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.graphs.errors import GraphError, PlannerError
+from planner.graphs.ir import Graph, Phase, Tensor
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.small import make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
 from planner.measure.tracing import trace
 from planner.plans.solve import solve
-from solvers import highs
-from solvers.baselines import monet, poet
-from solvers.baselines.common.offloading import offer_of
-from solvers.baselines.poet import PoetProgram
-from solvers.bounds import bound_least_budget
-from solvers.clock import WallClock
-from solvers.registry import estimate_program_time_s, get_solver
-from solvers.request import Request
-from solvers.result import Reason, Status
+from planner.solvers import highs
+from planner.solvers.baselines import monet, poet
+from planner.solvers.baselines.common.offloading import offer_of
+from planner.solvers.baselines.poet import PoetProgram
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.clock import WallClock
+from planner.solvers.registry import estimate_program_time_s, get_solver
+from planner.solvers.request import Request
+from planner.solvers.result import Reason, Status
 from tests.support.budgets import on_the_way, peak_bytes
 from tests.support.graphs.options import check_by_both_judges, offered, with_trips
 from tests.support.marks import slow

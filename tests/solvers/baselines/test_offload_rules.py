@@ -5,13 +5,13 @@ The chain is f1, f2, f3, g3, g2, g1 of a second and a byte each; g3 reads f2 and
 
 import pytest
 
-from graphs.ir import Graph
-from graphs.schedule import Compute, Free, Schedule
-from graphs.simulate import simulate
-from graphs.synthetic.small import make_training_chain
-from solvers.baselines import deepspeed_offload, offload_activations, sac_and_offload, save_on_cpu
-from solvers.baselines.common.offloading import offer_of
-from solvers.result import Reason, Result
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Compute, Free, Schedule
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.small import make_training_chain
+from planner.solvers.baselines import deepspeed_offload, offload_activations, sac_and_offload, save_on_cpu
+from planner.solvers.baselines.common.offloading import offer_of
+from planner.solvers.result import Reason, Result
 from tests.support.graphs.options import check_by_both_judges, names, three_layers, with_trips
 from tests.support.solvers.answers import ask
 

@@ -5,18 +5,18 @@ import itertools
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphs.ir import Graph
-from graphs.options.offload import remove_offload
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.small import make_training_chain
 from planner.capture.workload.models import build
+from planner.graphs.ir import Graph
+from planner.graphs.options.offload import remove_offload
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.small import make_training_chain
 from planner.measure.tracing import trace
-from solvers.baselines import deepspeed_offload, offload_activations
-from solvers.problem import build_problem
-from solvers.registry import get_solver
-from solvers.result import Reason, Status
-from solvers.windows import solve as solve_exactly
+from planner.solvers.baselines import deepspeed_offload, offload_activations
+from planner.solvers.problem import build_problem
+from planner.solvers.registry import get_solver
+from planner.solvers.result import Reason, Status
+from planner.solvers.windows import solve as solve_exactly
 from tests.support.budgets import peak_bytes
 from tests.support.graphs.options import check_by_both_judges, offered, random_step, small_gpt, with_trips
 from tests.support.marks import slow, slow_among

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from graphs.importers import import_graph, simrd
-from graphs.io.graph_document import build_from_dict, convert_to_dict
-from graphs.ir import Graph, Phase
-from graphs.schedule import Compute, Free, keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_graph, draw_training_step
-from graphs.synthetic.small import make_chain
-from solvers.baselines import megengine
-from solvers.baselines.common.online import OnlineFailedError, OnlineRun
-from solvers.baselines.common.recomputation import find_repeatable
-from solvers.baselines.dtr import DtrParams, solve
-from solvers.baselines.megengine import FACTORS, LEAST_BYTES, MegEngineParams, MegEngineRule, StaticRule
-from solvers.online.heuristics import DtrRule, Heuristic, Interpreter, make_heuristic
-from solvers.online.ledger import Deallocation
-from solvers.registry import get_solver
-from solvers.result import Reason, Status
+from planner.graphs.importers import import_graph, simrd
+from planner.graphs.io.graph_document import build_from_dict, convert_to_dict
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.schedule import Compute, Free, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from planner.graphs.synthetic.small import make_chain
+from planner.solvers.baselines import megengine
+from planner.solvers.baselines.common.online import OnlineFailedError, OnlineRun
+from planner.solvers.baselines.common.recomputation import find_repeatable
+from planner.solvers.baselines.dtr import DtrParams, solve
+from planner.solvers.baselines.megengine import FACTORS, LEAST_BYTES, MegEngineParams, MegEngineRule, StaticRule
+from planner.solvers.online.heuristics import DtrRule, Heuristic, Interpreter, make_heuristic
+from planner.solvers.online.ledger import Deallocation
+from planner.solvers.registry import get_solver
+from planner.solvers.result import Reason, Status
 from tests.support.graphs.imported import public_log
 from tests.support.marks import slow
 from tests.support.solvers.answers import ask

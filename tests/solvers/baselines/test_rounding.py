@@ -4,20 +4,20 @@ from math import inf
 
 import pytest
 
-from graphs.errors import PlannerError
-from graphs.ir import Graph
-from graphs.schedule import schedule_of
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_graph, draw_training_step
-from graphs.synthetic.small import make_skips, make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
-from solvers.baselines import checkmate, rounding
-from solvers.baselines.checkmate import CheckmateProgram
-from solvers.baselines.rounding import RoundingParams, find_cheapest_executions, solve
-from solvers.highs.program import Answer, Outcome
-from solvers.registry import get_solver
-from solvers.result import SolveProgress, Status
+from planner.graphs.errors import PlannerError
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import schedule_of
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from planner.graphs.synthetic.small import make_skips, make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
+from planner.solvers.baselines import checkmate, rounding
+from planner.solvers.baselines.checkmate import CheckmateProgram
+from planner.solvers.baselines.rounding import RoundingParams, find_cheapest_executions, solve
+from planner.solvers.highs.program import Answer, Outcome
+from planner.solvers.registry import get_solver
+from planner.solvers.result import SolveProgress, Status
 from tests.support.budgets import budget_at
 from tests.support.graphs.small_graphs import two_outputs
 from tests.support.solvers.answers import ask
@@ -155,7 +155,7 @@ def test_a_budget_below_the_needs_of_an_op_is_infeasible() -> None:
 
 def test_time_is_up_before_a_relaxation_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = draw_training_step(0, 40)
-    monkeypatch.setattr("solvers.baselines.checkmate._LEAST_S", 0.0)  # so that it is begun
+    monkeypatch.setattr("planner.solvers.baselines.checkmate._LEAST_S", 0.0)  # so that it is begun
     result = solve(ask(graph, budget_at(graph, 0.2), time_limit_s=1e-9))
     assert (result.status, result.bound_s) == (Status.LIMIT, graph.time_s)
     assert "no relaxation for" in result.message

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from graphs.ir import Graph, Phase
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_graph, draw_training_step
-from graphs.synthetic.small import make_training_chain
-from solvers.baselines import memory_budget, sac
-from solvers.baselines.common.torch_ops import COMPUTE_INTENSIVE, extract_base_name
-from solvers.baselines.memory_budget import Partition, generate_trials, solve_knapsack
-from solvers.baselines.sac import SacParams, SacRule, list_saved_ops, save_lists, select_listed_ops
-from solvers.registry import get_solver
-from solvers.result import Reason, Status
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from planner.graphs.synthetic.small import make_training_chain
+from planner.solvers.baselines import memory_budget, sac
+from planner.solvers.baselines.common.torch_ops import COMPUTE_INTENSIVE, extract_base_name
+from planner.solvers.baselines.memory_budget import Partition, generate_trials, solve_knapsack
+from planner.solvers.baselines.sac import SacParams, SacRule, list_saved_ops, save_lists, select_listed_ops
+from planner.solvers.registry import get_solver
+from planner.solvers.result import Reason, Status
 from tests.support.solvers.answers import ask
 
 

@@ -5,22 +5,22 @@ from dataclasses import replace
 
 import pytest
 
-from graphs.errors import GraphError, ScheduleError
-from graphs.ir import Graph, Phase
-from graphs.options.passes import order_by_passes, split_into_passes
-from graphs.options.placement import get_placement
-from graphs.options.surroundings import OtherDevice
-from graphs.schedule import Compute, keep_everything, schedule_of
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_training_step
-from graphs.synthetic.small import make_training_chain
-from solvers import highs
-from solvers.baselines.xengine import ScheduleClass, XEngineParams, XEngineProgram, add_clocks, build_lazy_schedule
-from solvers.clock import WallClock, WorkClock
-from solvers.registry import estimate_program_time_s, get_solver
-from solvers.request import Request
-from solvers.result import Reason, Result, Status
+from planner.graphs.errors import GraphError, ScheduleError
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.options.passes import order_by_passes, split_into_passes
+from planner.graphs.options.placement import get_placement
+from planner.graphs.options.surroundings import OtherDevice
+from planner.graphs.schedule import Compute, keep_everything, schedule_of
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_training_step
+from planner.graphs.synthetic.small import make_training_chain
+from planner.solvers import highs
+from planner.solvers.baselines.xengine import ScheduleClass, XEngineParams, XEngineProgram, add_clocks, build_lazy_schedule
+from planner.solvers.clock import WallClock, WorkClock
+from planner.solvers.registry import estimate_program_time_s, get_solver
+from planner.solvers.request import Request
+from planner.solvers.result import Reason, Result, Status
 from tests.support.graphs.options import check_by_both_judges, names, on_devices, random_placement, two_branches, with_trips
 from tests.support.graphs.small_graphs import diamond
 from tests.support.marks import slow

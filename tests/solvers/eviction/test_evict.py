@@ -7,24 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphs.ir import Graph
-from graphs.options.surroundings import Link, Surroundings
-from graphs.schedule import keep_everything, schedule_of
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_graph, draw_training_step
-from graphs.synthetic.small import make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.capture.options import apply_options
-from solvers.bounds import bound_least_budget
-from solvers.clock import WallClock
-from solvers.eviction.engine import Eviction, find_evicting_order
-from solvers.eviction.least_peak import find_least_evicting_schedule
-from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule, EvictionSettings, Guide
-from solvers.problem import Problem, build_problem
-from solvers.windows import driver
-from solvers.windows.decoding.decode import Trial, find_late_writers, order_of, try_out
-from solvers.windows.search import Search
-from solvers.windows.strategies.first_schedules import EvictionRules, KeepEverything
+from planner.graphs.ir import Graph
+from planner.graphs.options.surroundings import Link, Surroundings
+from planner.graphs.schedule import keep_everything, schedule_of
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from planner.graphs.synthetic.small import make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.clock import WallClock
+from planner.solvers.eviction.engine import Eviction, find_evicting_order
+from planner.solvers.eviction.least_peak import find_least_evicting_schedule
+from planner.solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule, EvictionSettings, Guide
+from planner.solvers.problem import Problem, build_problem
+from planner.solvers.windows import driver
+from planner.solvers.windows.decoding.decode import Trial, find_late_writers, order_of, try_out
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies.first_schedules import EvictionRules, KeepEverything
 from tests.support.solvers.answers import ask
 
 

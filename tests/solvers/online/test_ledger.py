@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from solvers.online.heuristics import NAMES, Interpreter, make_heuristic
-from solvers.online.ledger import Ledger
+from planner.solvers.online.heuristics import NAMES, Interpreter, make_heuristic
+from planner.solvers.online.ledger import Ledger
 from tests.support.marks import slow_except
 
 MiB = 2**20

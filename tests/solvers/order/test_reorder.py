@@ -9,30 +9,30 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import planner
-from graphs.errors import GraphError
-from graphs.io.formats import write_graph
-from graphs.ir import Graph, Phase
-from graphs.reordering import Reordering, permute
-from graphs.schedule import Schedule, keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_graph, draw_training_step
-from graphs.synthetic.small import make_chain, make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.cli.main import main
+from planner.graphs.errors import GraphError
+from planner.graphs.io.formats import write_graph
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.reordering import Reordering, permute
+from planner.graphs.schedule import Schedule, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from planner.graphs.synthetic.small import make_chain, make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
 from planner.plans.summary import summarize
 from planner.runtime.executor import Executor
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.clock import WorkClock
+from planner.solvers.order.peak import bound_any_order_peak_bytes, find_peak, keep_everything_peak_bytes
+from planner.solvers.order.reorder import find_order, list_constraints, lowers_peak, may_lower_peak, reorder_by
+from planner.solvers.order.solve import OrderSearch, SolvedOrder, solve_in, solve_in_best_order
+from planner.solvers.registry import Solver, get_solver
+from planner.solvers.request import Request, Start
+from planner.solvers.result import Ending, Result, SolveProgress, Status
+from planner.solvers.tolerance import Tolerance
 from planner.studies.curve import solve_curve
 from planner.studies.max_batch import Wanted, find_max_batch
-from solvers.bounds import bound_least_budget
-from solvers.clock import WorkClock
-from solvers.order.peak import bound_any_order_peak_bytes, find_peak, keep_everything_peak_bytes
-from solvers.order.reorder import find_order, list_constraints, lowers_peak, may_lower_peak, reorder_by
-from solvers.order.solve import OrderSearch, SolvedOrder, solve_in, solve_in_best_order
-from solvers.registry import Solver, get_solver
-from solvers.request import Request, Start
-from solvers.result import Ending, Result, SolveProgress, Status
-from solvers.tolerance import Tolerance
 from tests.support.budgets import peak_bytes
 from tests.support.marks import slow
 from tests.support.models.outcomes import assert_exact
@@ -351,7 +351,7 @@ def test_further_solves_of_a_graph_know_the_order_that_was_found(monkeypatch: py
         searched.append(graph)
         return find_order(graph, *given)
 
-    monkeypatch.setattr("solvers.order.solve.find_order", find_counted)
+    monkeypatch.setattr("planner.solvers.order.solve.find_order", find_counted)
     search, graphs = OrderSearch(), (weight_gradients(), draw_graph(2, 40))
     for graph in (graphs[0], graphs[0], graphs[1]):
         budget_bytes = int(0.9 * keep_everything_peak_bytes(graph))
@@ -474,7 +474,7 @@ def test_a_failure_of_the_search_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(graph: Graph) -> bool:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr("solvers.order.solve.may_lower_peak", fail)
+    monkeypatch.setattr("planner.solvers.order.solve.may_lower_peak", fail)
     with pytest.raises(RuntimeError, match="out of luck"):
         solved(weight_gradients(), 53_000)
 

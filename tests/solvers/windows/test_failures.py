@@ -9,26 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphs.errors import PlannerError, SolverWarning
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_training_step
-from graphs.synthetic.small import make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.graphs.errors import PlannerError, SolverWarning
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_training_step
+from planner.graphs.synthetic.small import make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
 from planner.plans.solve import solve as plan
-from solvers.highs import solve_program
-from solvers.highs.program import Answer, Outcome
-from solvers.memory import give_back, read_resident_bytes
-from solvers.problem import OBJECTIVE_SCALE
-from solvers.registry import SOLVERS, get_solver
-from solvers.result import Result, SolveProgress, Status
-from solvers.windows import solve
-from solvers.windows.decoding.decode import try_out
-from solvers.windows.params import BoundParams, WindowsParams
-from solvers.windows.search import Search
-from solvers.windows.strategies import refinement
-from solvers.windows.strategies.first_schedules import Imitation
-from solvers.windows.strategies.portfolio import Portfolio
-from solvers.windows.strategies.strategy import Strategy
+from planner.solvers.highs import solve_program
+from planner.solvers.highs.program import Answer, Outcome
+from planner.solvers.memory import give_back, read_resident_bytes
+from planner.solvers.problem import OBJECTIVE_SCALE
+from planner.solvers.registry import SOLVERS, get_solver
+from planner.solvers.result import Result, SolveProgress, Status
+from planner.solvers.windows import solve
+from planner.solvers.windows.decoding.decode import try_out
+from planner.solvers.windows.params import BoundParams, WindowsParams
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies import refinement
+from planner.solvers.windows.strategies.first_schedules import Imitation
+from planner.solvers.windows.strategies.portfolio import Portfolio
+from planner.solvers.windows.strategies.strategy import Strategy
 from tests.support.budgets import budget_at, peak_bytes
 from tests.support.marks import slow
 from tests.support.solvers.answers import ask

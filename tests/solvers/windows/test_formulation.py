@@ -10,27 +10,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphs.ir import Graph
-from graphs.options import remove_options
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_graph, draw_options, draw_training_step
-from graphs.synthetic.small import make_training_chain
-from solvers.clock import WallClock
-from solvers.highs import solve_program
-from solvers.highs.program import Outcome
-from solvers.problem import OBJECTIVE_SCALE, Problem, build_problem
-from solvers.request import Request
-from solvers.tolerance import Tolerance
-from solvers.windows import relaxation, solve
-from solvers.windows.decoding.decode import order_of, try_out
-from solvers.windows.decoding.encode import encode_order
-from solvers.windows.decoding.expand import expand
-from solvers.windows.relaxation.discretization import Discretization, list_halves
-from solvers.windows.relaxation.models import build_relaxation
-from solvers.windows.search import Search
-from solvers.windows.strategies import branches as branching
-from solvers.windows.strategies.branches import Branches
+from planner.graphs.ir import Graph
+from planner.graphs.options import remove_options
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_options, draw_training_step
+from planner.graphs.synthetic.small import make_training_chain
+from planner.solvers.clock import WallClock
+from planner.solvers.highs import solve_program
+from planner.solvers.highs.program import Outcome
+from planner.solvers.problem import OBJECTIVE_SCALE, Problem, build_problem
+from planner.solvers.request import Request
+from planner.solvers.tolerance import Tolerance
+from planner.solvers.windows import relaxation, solve
+from planner.solvers.windows.decoding.decode import order_of, try_out
+from planner.solvers.windows.decoding.encode import encode_order
+from planner.solvers.windows.decoding.expand import expand
+from planner.solvers.windows.relaxation.discretization import Discretization, list_halves
+from planner.solvers.windows.relaxation.models import build_relaxation
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies import branches as branching
+from planner.solvers.windows.strategies.branches import Branches
 from tests.support.budgets import peak_bytes
 from tests.support.graphs.small_graphs import random_overwriting
 from tests.support.marks import slow

@@ -5,13 +5,13 @@ import resource
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphs.errors import InfeasibleError
-from graphs.ir import Graph, Kind
 from planner.capture.workload.models import build
+from planner.graphs.errors import InfeasibleError
+from planner.graphs.ir import Graph, Kind
 from planner.measure.tracing import trace
 from planner.plans.solve import solve
 from planner.plans.summary import summarize
-from solvers.bounds import bound_least_budget
+from planner.solvers.bounds import bound_least_budget
 from tests.support.marks import slow
 
 

@@ -8,38 +8,38 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphs.ir import Graph
-from graphs.options import remove_options
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_options, draw_training_step
-from graphs.synthetic.small import make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
-from solvers.clock import WallClock, WorkClock
-from solvers.highs import solve_program
-from solvers.highs.program import Outcome
-from solvers.least import bracket_least_budget
-from solvers.problem import Problem, build_problem
-from solvers.request import Request
-from solvers.windows.decoding.decode import Trial, order_of, try_out
-from solvers.windows.decoding.plain_graph import build_plain_graph
-from solvers.windows.decoding.refinement import refine_windows
-from solvers.windows.driver import run_plain
-from solvers.windows.part_process import Inbox
-from solvers.windows.relaxation.discretization import Discretization
-from solvers.windows.relaxation.draft import ModelDraft
-from solvers.windows.relaxation.models import compose
-from solvers.windows.search import Search
-from solvers.windows.strategies.commitments import Commitment, Commitments
-from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, Restarts, RestrictedModel
-from solvers.windows.strategies.restricted_model import (
+from planner.graphs.ir import Graph
+from planner.graphs.options import remove_options
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_options, draw_training_step
+from planner.graphs.synthetic.small import make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
+from planner.solvers.clock import WallClock, WorkClock
+from planner.solvers.highs import solve_program
+from planner.solvers.highs.program import Outcome
+from planner.solvers.least import bracket_least_budget
+from planner.solvers.problem import Problem, build_problem
+from planner.solvers.request import Request
+from planner.solvers.windows.decoding.decode import Trial, order_of, try_out
+from planner.solvers.windows.decoding.plain_graph import build_plain_graph
+from planner.solvers.windows.decoding.refinement import refine_windows
+from planner.solvers.windows.driver import run_plain
+from planner.solvers.windows.part_process import Inbox
+from planner.solvers.windows.relaxation.discretization import Discretization
+from planner.solvers.windows.relaxation.draft import ModelDraft
+from planner.solvers.windows.relaxation.models import compose
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies.commitments import Commitment, Commitments
+from planner.solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, Restarts, RestrictedModel
+from planner.solvers.windows.strategies.restricted_model import (
     CandidateSet,
     build_restricted,
     find_tight_windows,
     list_restricted_families,
 )
-from solvers.windows.strategies.strategy import SteppedStrategy, share_evenly, share_time
-from solvers.windows.strategies.substitution import list_simple_substitutions, substitute
+from planner.solvers.windows.strategies.strategy import SteppedStrategy, share_evenly, share_time
+from planner.solvers.windows.strategies.substitution import list_simple_substitutions, substitute
 from tests.support.budgets import budget_at, peak_bytes
 from tests.support.solvers.answers import ask
 

@@ -4,30 +4,30 @@ from dataclasses import replace
 
 import pytest
 
-from graphs.errors import GraphError
-from graphs.ir import Graph, Op, Phase
-from graphs.options import remove_options
-from graphs.options.passes import order_by_passes
-from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_options
-from graphs.synthetic.small import make_training_chain
 from planner.capture.options import apply_options
-from solvers.bounds import bound_least_budget
-from solvers.clock import WorkClock
-from solvers.least import bracket_least_budget, find_least_known
-from solvers.order.reorder import find_order
-from solvers.places import find_places, may_replace
-from solvers.problem import build_problem
-from solvers.registry import SOLVERS, get_solver
-from solvers.request import Request
-from solvers.result import Result, Status
-from solvers.tolerance import Tolerance
-from solvers.windows import solve
-from solvers.windows.search import Search
-from solvers.windows.strategies.placement import Placements, Placing
+from planner.graphs.errors import GraphError
+from planner.graphs.ir import Graph, Op, Phase
+from planner.graphs.options import remove_options
+from planner.graphs.options.passes import order_by_passes
+from planner.graphs.options.surroundings import Link, OtherDevice, Surroundings
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_options
+from planner.graphs.synthetic.small import make_training_chain
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.clock import WorkClock
+from planner.solvers.least import bracket_least_budget, find_least_known
+from planner.solvers.order.reorder import find_order
+from planner.solvers.places import find_places, may_replace
+from planner.solvers.problem import build_problem
+from planner.solvers.registry import SOLVERS, get_solver
+from planner.solvers.request import Request
+from planner.solvers.result import Result, Status
+from planner.solvers.tolerance import Tolerance
+from planner.solvers.windows import solve
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies.placement import Placements, Placing
 from tests.support.graphs.options import check_by_both_judges, names, on_devices, random_placement, two_branches
 from tests.support.solvers.answers import ask
 

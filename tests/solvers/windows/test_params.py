@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from graphs.errors import UsageError
-from solvers.eviction.rules import EvictionRule
-from solvers.windows.params import BoundParams, WindowsParams
+from planner.graphs.errors import UsageError
+from planner.solvers.eviction.rules import EvictionRule
+from planner.solvers.windows.params import BoundParams, WindowsParams
 
 DEFAULTS = WindowsParams()
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "solver-parameters.md"

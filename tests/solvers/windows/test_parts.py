@@ -16,34 +16,34 @@ from typing import Any
 import psutil
 import pytest
 
-from graphs.ir import Graph
-from graphs.options import remove_options
-from graphs.options.compress import VARIANCE
-from graphs.options.selection import get_option_name, remove_ops
-from graphs.options.surroundings import Link, Surroundings
-from graphs.schedule import Compute, Schedule, keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_options, draw_overwriting
-from graphs.synthetic.small import make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.capture.options import apply_options
-from solvers import child_process
-from solvers.clock import WallClock, WorkClock
-from solvers.problem import build_problem
-from solvers.registry import get_solver
-from solvers.request import Request, Start
-from solvers.result import Result, SolveProgress, Status
-from solvers.tolerance import Tolerance
-from solvers.windows import driver, solve
-from solvers.windows.decoding.decode import Trial, order_of_schedule, try_out
-from solvers.windows.driver import _commit_in_process, _run_in_process, _search_in_background, run
-from solvers.windows.params import PartParams, WindowsParams
-from solvers.windows.part_process import Inbox, PartProcess, PartTask, SearchEnd
-from solvers.windows.parts import LAST, OwnProcess, Part, start_process
-from solvers.windows.search import Search
-from solvers.windows.strategies.branches import Branches
-from solvers.windows.strategies.refinement import Relaxation
-from solvers.windows.strategies.substitution import substitute
+from planner.graphs.ir import Graph
+from planner.graphs.options import remove_options
+from planner.graphs.options.compress import VARIANCE
+from planner.graphs.options.selection import get_option_name, remove_ops
+from planner.graphs.options.surroundings import Link, Surroundings
+from planner.graphs.schedule import Compute, Schedule, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_options, draw_overwriting
+from planner.graphs.synthetic.small import make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
+from planner.solvers import child_process
+from planner.solvers.clock import WallClock, WorkClock
+from planner.solvers.problem import build_problem
+from planner.solvers.registry import get_solver
+from planner.solvers.request import Request, Start
+from planner.solvers.result import Result, SolveProgress, Status
+from planner.solvers.tolerance import Tolerance
+from planner.solvers.windows import driver, solve
+from planner.solvers.windows.decoding.decode import Trial, order_of_schedule, try_out
+from planner.solvers.windows.driver import _commit_in_process, _run_in_process, _search_in_background, run
+from planner.solvers.windows.params import PartParams, WindowsParams
+from planner.solvers.windows.part_process import Inbox, PartProcess, PartTask, SearchEnd
+from planner.solvers.windows.parts import LAST, OwnProcess, Part, start_process
+from planner.solvers.windows.search import Search
+from planner.solvers.windows.strategies.branches import Branches
+from planner.solvers.windows.strategies.refinement import Relaxation
+from planner.solvers.windows.strategies.substitution import substitute
 from tests.support.budgets import budget_at, peak_bytes
 from tests.support.marks import slow, slow_among
 from tests.support.solvers.answers import ask

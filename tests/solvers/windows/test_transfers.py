@@ -5,33 +5,33 @@ from typing import Any
 
 import pytest
 
-from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.options.gather import OVERLAP, Shard, Unit, insert_units
-from graphs.options.offload import OFFLOAD, remove_offload
-from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.schedule import Compute, keep_everything, schedule_of
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from planner.capture.options import apply_options
-from solvers.bounds import bound_least_budget, need_at
-from solvers.clock import WorkClock
-from solvers.eviction.engine import find_evicting_order
-from solvers.eviction.rules import RULES, EvictionSettings
-from solvers.highs.program import Outcome
-from solvers.least import bracket_least_budget, find_least_known
-from solvers.problem import Problem, build_problem
-from solvers.registry import get_solver
-from solvers.result import Status
-from solvers.windows.decoding.decode import Trial, order_of, try_out
-from solvers.windows.decoding.encode import encode_trial
-from solvers.windows.decoding.pruning import prune_with_transfers
-from solvers.windows.decoding.transfer_plan import TransferPlan
-from solvers.windows.decoding.transfers import add_transfers
-from solvers.windows.relaxation.models import build_relaxation
-from solvers.windows.strategies.offloaded_orders import find_least_offloaded
-from solvers.windows.strategies.offloading import generate_simpler, recompute_where_it_waits
-from solvers.windows.strategies.placement import DeviceOps, Placing
+from planner.graphs.ir import Graph, Op, Phase, Tensor
+from planner.graphs.options.gather import OVERLAP, Shard, Unit, insert_units
+from planner.graphs.options.offload import OFFLOAD, remove_offload
+from planner.graphs.options.surroundings import Link, OtherDevice, Surroundings
+from planner.graphs.schedule import Compute, keep_everything, schedule_of
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from planner.solvers.bounds import bound_least_budget, need_at
+from planner.solvers.clock import WorkClock
+from planner.solvers.eviction.engine import find_evicting_order
+from planner.solvers.eviction.rules import RULES, EvictionSettings
+from planner.solvers.highs.program import Outcome
+from planner.solvers.least import bracket_least_budget, find_least_known
+from planner.solvers.problem import Problem, build_problem
+from planner.solvers.registry import get_solver
+from planner.solvers.result import Status
+from planner.solvers.windows.decoding.decode import Trial, order_of, try_out
+from planner.solvers.windows.decoding.encode import encode_trial
+from planner.solvers.windows.decoding.pruning import prune_with_transfers
+from planner.solvers.windows.decoding.transfer_plan import TransferPlan
+from planner.solvers.windows.decoding.transfers import add_transfers
+from planner.solvers.windows.relaxation.models import build_relaxation
+from planner.solvers.windows.strategies.offloaded_orders import find_least_offloaded
+from planner.solvers.windows.strategies.offloading import generate_simpler, recompute_where_it_waits
+from planner.solvers.windows.strategies.placement import DeviceOps, Placing
 from tests.support.graphs.collective_costs import build_cost
 from tests.support.graphs.options import on_devices, random_placement, with_trips
 from tests.support.marks import slow
@@ -132,7 +132,7 @@ def test_hundreds_of_tensors_without_space_on_the_host_take_few_attempts(monkeyp
         attempts.append(args)
         return TransferPlan(*args, careful=careful)
 
-    monkeypatch.setattr("solvers.windows.decoding.transfers.TransferPlan", plan)
+    monkeypatch.setattr("planner.solvers.windows.decoding.transfers.TransferPlan", plan)
     found = add_transfers(problem, range(2 * count), {(t, 2 * count - 1 - t) for t in range(count - 1)})
     assert found.fits_elsewhere and len(found.reloads) == 7
     assert len(attempts) < 30

@@ -4,16 +4,16 @@ from itertools import pairwise
 
 import pytest
 
-from graphs.ir import Graph
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_training_step
-from graphs.synthetic.small import make_chain, make_training_chain
-from graphs.synthetic.transformer import TransformerSize, transformer
-from solvers.bounds import bound_least_budget
-from solvers.registry import get_solver
-from solvers.result import Status
-from solvers.windows import solve
-from solvers.windows.params import WindowsParams
+from planner.graphs.ir import Graph
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_training_step
+from planner.graphs.synthetic.small import make_chain, make_training_chain
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
+from planner.solvers.bounds import bound_least_budget
+from planner.solvers.registry import get_solver
+from planner.solvers.result import Status
+from planner.solvers.windows import solve
+from planner.solvers.windows.params import WindowsParams
 from tests.support.budgets import peak_bytes
 from tests.support.graphs.small_graphs import diamond, kept_output, three_at_once, two_outputs
 from tests.support.marks import slow

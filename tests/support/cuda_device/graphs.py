@@ -3,7 +3,7 @@
 import gc
 from typing import TYPE_CHECKING, Any
 
-from graphs.allocators.caching import PoolId
+from planner.graphs.allocators.caching import PoolId
 from tests.support.cuda_device.streams import Point, Stream, Work
 
 if TYPE_CHECKING:

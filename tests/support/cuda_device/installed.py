@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.allocators.caching import CachingAllocator, PoolId
 from planner.capture.workload.models import Workload
+from planner.graphs.allocators.caching import CachingAllocator, PoolId
 from planner.measure import profile
 from planner.runtime import libraries
 from tests.support.cuda_device import graphs, tensors

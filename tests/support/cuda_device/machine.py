@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 import torch
 
-from graphs.allocators.caching import PoolId
+from planner.graphs.allocators.caching import PoolId
 from tests.support.cuda_device.memory import DeviceMemory
 from tests.support.cuda_device.streams import Order, Stream, Work
 

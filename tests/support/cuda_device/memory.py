@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from graphs.allocators.caching import DEFAULT_POOL, Block, CachingAllocator, DeviceFullError, PoolId, Segment
+from planner.graphs.allocators.caching import DEFAULT_POOL, Block, CachingAllocator, DeviceFullError, PoolId, Segment
 from tests.support.cuda_device.streams import BYTES_PER_S, LAUNCH_S, Point, Stream, Work
 
 if TYPE_CHECKING:

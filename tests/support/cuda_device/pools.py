@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from graphs.allocators.caching import PoolId
+from planner.graphs.allocators.caching import PoolId
 from tests.support.cuda_device.machine import Machine
 from tests.support.cuda_device.memory import DeviceMemory
 

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from graphs.addresses import Buffer
+from planner.graphs.addresses import Buffer
 
 
 def random_buffers(

@@ -1,7 +1,7 @@
 """Costs of collectives."""
 
-from graphs.options.gather import CollectiveCost
-from graphs.requests import WORKSPACE, MemoryRequest
+from planner.graphs.options.gather import CollectiveCost
+from planner.graphs.requests import WORKSPACE, MemoryRequest
 
 
 def build_cost(time_s: float, workspace_bytes: int) -> CollectiveCost:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from graphs.errors import PlannerError
-from graphs.io import files
-from graphs.ir import Graph, Kind, Op, Phase, Tensor
-from graphs.pools import COMPUTE, DEVICE, Pool
-from graphs.schedule import Compute, Free, Schedule
+from planner.graphs.errors import PlannerError
+from planner.graphs.io import files
+from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
+from planner.graphs.pools import COMPUTE, DEVICE, Pool
+from planner.graphs.schedule import Compute, Free, Schedule
 from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
 

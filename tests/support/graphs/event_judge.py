@@ -4,8 +4,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from graphs.ir import Graph, Op, Phase
-from graphs.schedule import Compute, Free, Schedule, Step
+from planner.graphs.ir import Graph, Op, Phase
+from planner.graphs.schedule import Compute, Free, Schedule, Step
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from graphs.importers import simrd
-from graphs.ir import Graph
+from planner.graphs.importers import simrd
+from planner.graphs.ir import Graph
 
 CHECKMATE: dict[str, Any] = {
     "name": "small",

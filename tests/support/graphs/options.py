@@ -3,15 +3,15 @@
 import random
 from dataclasses import replace
 
-from graphs.ir import Graph, Phase
-from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.pools import DEVICE
-from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_graph
-from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.capture.options import apply_options
-from solvers.result import Result
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.options.surroundings import Link, OtherDevice, Surroundings
+from planner.graphs.pools import DEVICE
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_graph
+from planner.graphs.synthetic.transformer import TransformerSize, transformer
+from planner.solvers.result import Result
 from tests.support.graphs.event_judge import judged, runs
 
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from graphs.ir import Graph, Op, Tensor
-from graphs.options.compress import VARIANCE
-from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.pools import COMPUTE, DEVICE, Pool
-from graphs.schedule import Compute, Free, Schedule, Step
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_options, draw_overwriting
+from planner.graphs.ir import Graph, Op, Tensor
+from planner.graphs.options.compress import VARIANCE
+from planner.graphs.options.surroundings import Link, OtherDevice, Surroundings
+from planner.graphs.pools import COMPUTE, DEVICE, Pool
+from planner.graphs.schedule import Compute, Free, Schedule, Step
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_options, draw_overwriting
 from tests.support.graphs.event_judge import live, runs
 
 SIDE, THIRD = "side", "third"

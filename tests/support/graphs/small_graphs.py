@@ -4,9 +4,9 @@ import random
 from dataclasses import replace
 from random import Random
 
-from graphs.ir import Graph
-from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import draw_graph, draw_overwriting, draw_training_step
+from planner.graphs.ir import Graph
+from planner.graphs.synthetic.draft import Draft
+from planner.graphs.synthetic.random_graphs import draw_graph, draw_overwriting, draw_training_step
 
 
 def diamond() -> Graph:

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 
-from graphs.errors import TraceError
 from planner.capture.kernels import halves
 from planner.capture.kernels.variants import CompileVariant
 from planner.capture.trace import capture_kernels
 from planner.capture.workload.models import Workload, build
+from planner.graphs.errors import TraceError
 from tests.support.inductor.cuda_lines import excerpts, kinds, over
 from tests.support.inductor.no_gpu import compiled_for_cuda
 

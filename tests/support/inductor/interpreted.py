@@ -17,7 +17,7 @@ from torch.utils import _triton
 from triton.backends import backends
 from triton.runtime import driver
 
-from graphs.schedule import Compute
+from planner.graphs.schedule import Compute
 from planner.settings.budget import Bytes
 from tests.support.budgets import on_the_way
 from tests.support.inductor.no_gpu import Driver

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.ir import Graph
-from graphs.schedule import Compute, Free, Schedule
 from planner.capture.kernels.variants import CompileVariant
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.in_place import IN_PLACE
 from planner.capture.signature import call
 from planner.capture.workload.models import Workload, build
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Compute, Free, Schedule
 from planner.measure.steps import get_loss
 from planner.settings.budget import Bytes
 from planner.settings.plan import PlanSettings

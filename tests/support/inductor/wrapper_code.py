@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import _empty_strided_cpu, _reinterpret_tensor
 
-from graphs.ir import Phase
 from planner.capture.kernels.wrapper import Value, Wrapper
 from planner.capture.program.builder import Pass, PassBuilder
 from planner.capture.program.program import Argument, Program, Ref
+from planner.graphs.ir import Phase
 
 
 class Extern:

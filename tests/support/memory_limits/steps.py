@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.errors import OutOfMemoryError
-from graphs.schedule import keep_everything
 from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import OutOfMemoryError
+from planner.graphs.schedule import keep_everything
 from planner.measure import tracing
 from planner.plans.solve import solve
 from planner.runtime.executor import Executor

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.ir import Graph, Op
-from graphs.options.selection import describe_differences
-from graphs.schedule import Schedule, schedule_of
-from graphs.simulate import simulate
 from planner.capture.workload.models import Workload, build
+from planner.graphs.ir import Graph, Op
+from planner.graphs.options.selection import describe_differences
+from planner.graphs.schedule import Schedule, schedule_of
+from planner.graphs.simulate import simulate
 from planner.plans.plan import Plan
 from planner.plans.summary import summarize
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import planner
-from graphs.schedule import Compute
 from planner.capture.step import TrainingStep
+from planner.graphs.schedule import Compute
 from tests.support.budgets import HALF_WAY, half_way_known
 from tests.support.models.outcomes import assert_same, train_by
 

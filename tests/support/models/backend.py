@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.errors import InfeasibleError
+from planner.graphs.errors import InfeasibleError
 from planner.train.backend import backend
 from planner.train.backend.shared_budget import SharedBudget
 from tests.support.models.outcomes import assert_same, peak_bytes

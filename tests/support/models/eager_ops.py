@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.models.parts import FunctionModule
-from graphs.schedule import keep_everything
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
+from planner.graphs.schedule import keep_everything
 from planner.measure.steps import measure_outcome
 from planner.runtime.executor import Executor
 from tests.support.models.steps import random_schedule

@@ -4,13 +4,13 @@ import re
 from dataclasses import dataclass, replace
 from random import Random
 
-from graphs.ir import Graph
-from graphs.options.offload import remove_offload
-from graphs.options.surroundings import Link, Surroundings
-from graphs.schedule import Compute, Free, Schedule, Step, keep_everything
-from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import apply_options
+from planner.graphs.ir import Graph
+from planner.graphs.options.offload import remove_offload
+from planner.graphs.options.surroundings import Link, Surroundings
+from planner.graphs.schedule import Compute, Free, Schedule, Step, keep_everything
+from planner.graphs.simulate import simulate
 from planner.runtime.executor import Executor
 from tests.support.models.steps import capture_of, make
 

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from benchmarks.models.parts import FunctionModule
-from graphs.ir import Graph, Op
-from graphs.schedule import Schedule, schedule_of
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import add_traced
 from planner.capture.replay import RealStep, collect_static
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.graphs.ir import Graph, Op
+from planner.graphs.schedule import Schedule, schedule_of
 from planner.measure.exactness import mark_exact_ops
 from planner.measure.profile import profile
 from planner.measure.tracing import capture_step

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.ir import Op
-from graphs.schedule import Schedule
 from planner.capture.lowering.lower import Capture
 from planner.capture.replay import collect_written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.graphs.ir import Op
+from planner.graphs.schedule import Schedule
 from planner.measure.pool_memory import measure_peak
 from planner.measure.steps import StepOutcome, get_loss, measure_memory, measure_outcome
 from planner.runtime.allocator import measure_memory_rise

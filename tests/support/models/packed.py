@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.ir import Graph, Op, Phase
-from graphs.schedule import Schedule, schedule_of
 from planner.capture.workload.models import Workload
+from planner.graphs.ir import Graph, Op, Phase
+from planner.graphs.schedule import Schedule, schedule_of
 
 
 class Mixed(nn.Module):

@@ -10,18 +10,18 @@ from random import Random
 import torch
 from torch import nn
 
-from graphs.ir import Graph
-from graphs.options.passes import order_by_passes
-from graphs.options.placement import Placement, get_placement
-from graphs.options.selection import list_exact_ops
-from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.schedule import Compute, Free, Schedule, Step
-from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import apply_options
 from planner.capture.options.traced import replace_graph
 from planner.capture.program.other_device import move_calls
 from planner.capture.step import TrainingStep
+from planner.graphs.ir import Graph
+from planner.graphs.options.passes import order_by_passes
+from planner.graphs.options.placement import Placement, get_placement
+from planner.graphs.options.selection import list_exact_ops
+from planner.graphs.options.surroundings import Link, OtherDevice, Surroundings
+from planner.graphs.schedule import Compute, Free, Schedule, Step
+from planner.graphs.simulate import simulate
 from planner.measure.steps import get_loss
 from planner.measure.tracing import capture_profiled
 from planner.runtime.devices import place_of

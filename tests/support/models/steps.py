@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.models.parts import FunctionModule
-from graphs.ir import Graph
-from graphs.schedule import Schedule, schedule_of
 from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Schedule, schedule_of
 from planner.plans.plan import Plan
 from planner.plans.solve import solve
 from planner.progress import Progress

@@ -7,22 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from graphs.ir import Graph
-from graphs.options import remove_options
-from graphs.schedule import Schedule
-from graphs.simulate import simulate
-from graphs.synthetic.small import make_chain, make_training_chain
-from solvers.clock import WallClock
-from solvers.highs import solve_program
-from solvers.highs.program import Outcome
-from solvers.problem import OBJECTIVE_SCALE, build_problem
-from solvers.registry import SOLVERS, Entry
-from solvers.request import Request
-from solvers.result import Result, SolveProgress, Status
-from solvers.tolerance import Tolerance
-from solvers.windows import solve
-from solvers.windows.relaxation.discretization import Discretization
-from solvers.windows.relaxation.models import build_relaxation
+from planner.graphs.ir import Graph
+from planner.graphs.options import remove_options
+from planner.graphs.schedule import Schedule
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.small import make_chain, make_training_chain
+from planner.solvers.clock import WallClock
+from planner.solvers.highs import solve_program
+from planner.solvers.highs.program import Outcome
+from planner.solvers.problem import OBJECTIVE_SCALE, build_problem
+from planner.solvers.registry import SOLVERS, Entry
+from planner.solvers.request import Request
+from planner.solvers.result import Result, SolveProgress, Status
+from planner.solvers.tolerance import Tolerance
+from planner.solvers.windows import solve
+from planner.solvers.windows.relaxation.discretization import Discretization
+from planner.solvers.windows.relaxation.models import build_relaxation
 from tests.support.graphs.small_graphs import diamond, kept_output, two_outputs
 from tests.support.solvers.brute_force import fastest
 

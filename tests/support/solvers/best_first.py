@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import Any, Protocol
 
-from graphs.schedule import Schedule, Step
+from planner.graphs.schedule import Schedule, Step
 
 
 class Search(Protocol):

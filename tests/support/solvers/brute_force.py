@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from graphs.ir import Graph, Op
-from graphs.schedule import Compute, Free, Schedule, Step
+from planner.graphs.ir import Graph, Op
+from planner.graphs.schedule import Compute, Free, Schedule, Step
 from tests.support.solvers.best_first import find_fastest
 
 

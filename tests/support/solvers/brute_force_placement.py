@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
 
-from graphs.ir import Graph
-from graphs.options.placement import get_placement
-from graphs.schedule import Compute, Free, Step
+from planner.graphs.ir import Graph
+from planner.graphs.options.placement import get_placement
+from planner.graphs.schedule import Compute, Free, Step
 from tests.support.solvers.best_first import find_fastest
 from tests.support.solvers.brute_force import may_repeat
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
-from graphs.ir import Graph, Op
-from graphs.pools import COLLECTIVES, COMPUTE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
-from graphs.schedule import Compute, Free, Schedule, Step
+from planner.graphs.ir import Graph, Op
+from planner.graphs.pools import COLLECTIVES, COMPUTE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
+from planner.graphs.schedule import Compute, Free, Schedule, Step
 from tests.support.solvers.best_first import find_fastest
 from tests.support.solvers.brute_force import BEGINNING, Progress, executions, promises, ways_to_overwrite
 

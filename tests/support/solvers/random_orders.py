@@ -2,13 +2,13 @@
 
 import random
 
-from graphs.ir import Graph
-from solvers.clock import WallClock
-from solvers.highs import solve_program
-from solvers.highs.program import Answer
-from solvers.problem import Problem
-from solvers.windows.decoding.expand import Solution
-from solvers.windows.relaxation.discretization import Discretization, Model
+from planner.graphs.ir import Graph
+from planner.solvers.clock import WallClock
+from planner.solvers.highs import solve_program
+from planner.solvers.highs.program import Answer
+from planner.solvers.problem import Problem
+from planner.solvers.windows.decoding.expand import Solution
+from planner.solvers.windows.relaxation.discretization import Discretization, Model
 
 
 def random_order(draw: random.Random, problem: Problem) -> list[int]:

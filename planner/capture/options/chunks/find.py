@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from graphs.walks import walk
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.additions import Additions
 from planner.capture.options.chunks.body import Body, CombinedResult, InChunks, is_sliced
 from planner.capture.options.chunks.stretches import Stretch, StretchFinder
 from planner.capture.rewrites.outputs import get_storage
+from planner.graphs.walks import walk
 
 COUNTS = (2, 4, 8, 16)
 TARGET = "chunks"  # the prefix of the ops' targets

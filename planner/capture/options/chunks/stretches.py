@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.ir import Phase
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.additions import iterate_made_values
 from planner.capture.options.chunks.op_by_rows import ByRows, OpByRows
@@ -26,6 +25,7 @@ from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, f
 from planner.capture.options.chunks.rules import CONSTANTS, find_row_form
 from planner.capture.rewrites.layouts import find_in_place_random_op, read_strides
 from planner.capture.rewrites.outputs import get_fake
+from planner.graphs.ir import Phase
 
 aten = torch.ops.aten
 

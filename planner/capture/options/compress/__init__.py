@@ -1,8 +1,8 @@
 """Lossy compression of saved tensors: they are stored in few bits, and restored for the backward pass."""
 
-from graphs.options.compress import COMPRESS as NAME, LEAST_BITS, MOST_BITS, REFERENCE_BITS, limit_variance
-from graphs.options.option import Argument, Feature
 from planner.capture.options.option import EAGER_KERNELS, StepOption, import_late
+from planner.graphs.options.compress import COMPRESS as NAME, LEAST_BITS, MOST_BITS, REFERENCE_BITS, limit_variance
+from planner.graphs.options.option import Argument, Feature
 
 COMPRESS = StepOption(
     name=NAME,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from graphs.errors import TraceError
 from planner.capture.options.compress.forms import GROUP, Form, Noise, compute_seed
+from planner.graphs.errors import TraceError
 
 _LEAST_SLICE, _MOST_SLICES = 2**16, 8  # least elements of a slice, and most slices of a tensor
 

@@ -13,14 +13,14 @@ from itertools import combinations
 
 import torch
 
-from graphs.ir import Kind, Op, Phase, Tensor
-from graphs.options.compress import COMPRESS, KEEP, RESTORE
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.capture.options.additions import Additions, iterate_made_values
 from planner.capture.options.compress.codec import DenseLayout, Keep, Restore
 from planner.capture.options.compress.forms import FORMS
 from planner.capture.rewrites.outputs import is_dense
+from planner.graphs.ir import Kind, Op, Phase, Tensor
+from planner.graphs.options.compress import COMPRESS, KEEP, RESTORE
 
 _LEAST_ELEMENTS = 2048
 _LEAST_SHARE = 1 / 100  # of the largest tensor that can be compressed

@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 
-from graphs.ir import Graph, Phase
-from graphs.options.compress import model_variance, set_variances
-from graphs.schedule import Compute, schedule_of
 from planner.capture.frontend.random_states import list_gpus, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.compress.find import Kept, list_kept_tensors
@@ -21,6 +18,9 @@ from planner.capture.program.builder import Pass, PassBuilder
 from planner.capture.program.program import Ref
 from planner.capture.program.writer import PassWriter
 from planner.capture.replay import RealStep
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.options.compress import model_variance, set_variances
+from planner.graphs.schedule import Compute, schedule_of
 
 
 def model_variances(capture: Capture) -> Graph:

@@ -1,7 +1,7 @@
 """In-place ops: elementwise kernels may overwrite an input."""
 
-from graphs.ir import Graph
 from planner.capture.options.option import StepOption, import_late
+from planner.graphs.ir import Graph
 
 IN_PLACE = StepOption(
     name="in-place",

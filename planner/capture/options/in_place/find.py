@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from graphs.ir import Kind, Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.references import is_laid_out
 from planner.capture.options.additions import map_tensors_by_storage
@@ -18,6 +17,7 @@ from planner.capture.options.in_place_variants import find_in_place_variant, fin
 from planner.capture.program.program import Call, OpCalls, Ref
 from planner.capture.rewrites.batch_norms import find_ignored_inputs
 from planner.capture.rewrites.outputs import get_fake, get_storage, is_random
+from planner.graphs.ir import Kind, Op
 from planner.torch_private.core import OpOverload
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.additions import get_value
 from planner.capture.program.program import Path
 from planner.capture.rewrites.layouts import find_in_place_random_op, read_strides
 from planner.capture.rewrites.outputs import get_storage, is_same_layout
+from planner.graphs.ir import Op
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ tensors with the same layout. Measurements show which alternatives are faster or
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.additions import Additions
 from planner.capture.options.kernels import attention, convolution, in_place
 from planner.capture.options.kernels.alternative import Bundle, Calls, Own, ReplaceableOp
 from planner.capture.rewrites.outputs import get_storage
+from planner.graphs.ir import Op
 
 TARGET = "kernels"  # the prefix of the ops' targets
 

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from graphs.ir import Graph, Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.kernels.alternative import Alternative
+from planner.graphs.ir import Graph, Op
 
 FASTER = 0.1  # of the replaced time: measurements vary, and the best of many is better by chance
 _SHARE_S = 1e-4  # of the step

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import fx
 
-from graphs.ir import Op, Phase
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.additions import Additions
 from planner.capture.program.program import Composed
 from planner.capture.rewrites.outputs import get_fake, get_storage
+from planner.graphs.ir import Op, Phase
 
 # Smaller tensors are not worth an op, unless the step has only such.
 LEAST_BYTES = 2**20

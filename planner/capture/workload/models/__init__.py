@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from graphs.errors import UnknownOptionError, UsageError, suggest
+from planner.graphs.errors import UnknownOptionError, UsageError, suggest
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphs.errors import UsageError
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphs.errors import TraceError
-from graphs.ir import Phase
 from planner.capture.kernels.merge import Group, group_launches
 from planner.capture.kernels.wrapper import Launch, Value, Wrapper
 from planner.capture.program.program import Call, Ref, Statement
+from planner.graphs.errors import TraceError
+from planner.graphs.ir import Phase
 from tests.support.inductor.wrapper_code import call, cpp, execute, lines, module, namespace, read, triton as triton_kernel
 
 KERNELS = {

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphs.errors import TraceError
 from planner.capture.kernels.writes import Kernels, Writes
 from planner.capture.program.program import Call, Ref
+from planner.graphs.errors import TraceError
 from tests.support.inductor.wrapper_code import call, cpp, execute, module, namespace, read, triton
 
 TRITON = ("in_out_ptr0", "in_ptr0", "in_ptr1", "out_ptr0", "out_ptr12", "ws_ptr", "output", "xnumel")

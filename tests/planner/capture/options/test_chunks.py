@@ -9,16 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import UsageError
-from graphs.io.graph_document import build_from_dict, convert_to_dict
-from graphs.ir import Op
-from graphs.options import remove_options
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import apply_options
 from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, find_rows_behind
 from planner.capture.options.traced import add_traced
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
+from planner.graphs.errors import UsageError
+from planner.graphs.io.graph_document import build_from_dict, convert_to_dict
+from planner.graphs.ir import Op
+from planner.graphs.options import remove_options
 from planner.measure import tracing
 from planner.measure.roofline import model_times
 from planner.settings.devices import get_device

@@ -11,12 +11,6 @@ from torch import nn
 
 from benchmarks.all_compressed import compress_all
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import GraphError, ScheduleError, TraceError, UsageError
-from graphs.io.graph_document import build_from_dict, convert_to_dict
-from graphs.ir import Graph, Phase
-from graphs.options import remove_options
-from graphs.options.compress import KEEP, RESTORE, VARIANCE, predict_variance
-from graphs.simulate import simulate
 from planner.capture.options import apply_options, check_options, check_traced
 from planner.capture.options.compress.codec import DenseLayout, Keep, Restore
 from planner.capture.options.compress.find import list_kept_tensors
@@ -26,6 +20,12 @@ from planner.capture.options.pack.comparisons import COMPARISONS, Compared
 from planner.capture.options.traced import add_traced
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
+from planner.graphs.errors import GraphError, ScheduleError, TraceError, UsageError
+from planner.graphs.io.graph_document import build_from_dict, convert_to_dict
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.options import remove_options
+from planner.graphs.options.compress import KEEP, RESTORE, VARIANCE, predict_variance
+from planner.graphs.simulate import simulate
 from planner.measure.roofline import model_times
 from planner.settings.devices import get_device
 from planner.torch_private.core import FakeTensorMode

@@ -5,12 +5,12 @@ import weakref
 import pytest
 import torch
 
-from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.schedule import Compute, Free
 from planner.capture.program.builder import PassBuilder
 from planner.capture.program.draws import get_default_generator
 from planner.capture.program.program import Call, Program, Ref, Shared, Statement, call_of, get_item
 from planner.capture.program.writer import PassWriter
+from planner.graphs.ir import Graph, Op, Phase, Tensor
+from planner.graphs.schedule import Compute, Free
 from tests.support.cuda_device import cuda_device
 
 aten = torch.ops.aten

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from graphs.ir import Graph
 from planner.capture.workload.workload import load, parse_spec
+from planner.graphs.ir import Graph
 from planner.settings.plan import PlanSettings
 from planner.studies.workload_tracing import Tracing
 

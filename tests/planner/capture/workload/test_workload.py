@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from graphs.errors import ModelError, PlannerError, UnknownOptionError, UsageError
 from planner.capture.workload.models import ZOO, Workload, describe_options, get_factory
 from planner.capture.workload.workload import ModelSpec, load, parse_options, parse_spec
+from planner.graphs.errors import ModelError, PlannerError, UnknownOptionError, UsageError
 from planner.settings.plan import PlanSettings
 from planner.studies.workload_sizes import SizedModel
 from planner.studies.workload_tracing import Tracing

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from graphs.ir import Graph
-from graphs.options.surroundings import Link, Surroundings
-from graphs.synthetic.small import make_training_chain
 from planner.capture.options import apply_options
+from planner.graphs.ir import Graph
+from planner.graphs.options.surroundings import Link, Surroundings
+from planner.graphs.synthetic.small import make_training_chain
 from planner.plans.solve import solve
 from planner.show.facts.lifetimes import compute_lifetimes
 from planner.show.facts.step import StepFacts

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import planner
-from graphs.errors import MismatchError, OutputError, PlannerError
-from graphs.io.formats import write_graph
-from graphs.ir import Graph
-from graphs.schedule import Schedule, keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.small import make_chain, make_training_chain
 from planner.capture.workload.models import build
 from planner.cli.main import main
+from planner.graphs.errors import MismatchError, OutputError, PlannerError
+from planner.graphs.io.formats import write_graph
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import Schedule, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.small import make_chain, make_training_chain
 from planner.plans.plan import Plan, read_plan
 from planner.plans.solve import solve
 from planner.show.facts.baselines import Baseline

@@ -15,19 +15,19 @@ from bokeh.models import Span
 from markupsafe import escape
 
 import planner
-from graphs.clocks import find_passages
-from graphs.errors import OutputError, PlannerError
-from graphs.io.formats import write_graph
-from graphs.ir import Graph, Phase
-from graphs.options.surroundings import Link, Surroundings
-from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
-from graphs.schedule import Compute, keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.small import make_training_chain
-from graphs.units import format_bytes
 from planner.capture.options import apply_options
 from planner.capture.workload.models import build
 from planner.cli.main import main
+from planner.graphs.clocks import find_passages
+from planner.graphs.errors import OutputError, PlannerError
+from planner.graphs.io.formats import write_graph
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.options.surroundings import Link, Surroundings
+from planner.graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
+from planner.graphs.schedule import Compute, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.small import make_training_chain
+from planner.graphs.units import format_bytes
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan
 from planner.plans.solve import solve

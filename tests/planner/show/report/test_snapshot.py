@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from graphs.errors import FormatError
-from graphs.synthetic.small import make_training_chain
 from planner.cli.main import main
+from planner.graphs.errors import FormatError
+from planner.graphs.synthetic.small import make_training_chain
 from planner.plans.document import write_plan
 from planner.plans.solve import solve
 from planner.show.report.snapshot import Holder, read_snapshot

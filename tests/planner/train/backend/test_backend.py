@@ -12,8 +12,8 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import InfeasibleError, PlannerError, UsageError
 from planner.capture.step import TrainingStep
+from planner.graphs.errors import InfeasibleError, PlannerError, UsageError
 from planner.measure.steps import measure_memory, measure_outcome
 from tests.support.budgets import HALF_WAY
 from tests.support.marks import slow

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.errors import InfeasibleError
-from graphs.schedule import count_kept_bytes, keep_everything
-from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import draw_training_step
+from planner.graphs.errors import InfeasibleError
+from planner.graphs.schedule import count_kept_bytes, keep_everything
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.random_graphs import draw_training_step
 from planner.measure import profile
 from planner.memory.least_budget import find_least_budget
 from planner.settings.budget import Bytes
+from planner.solvers.clock import WallClock
+from planner.solvers.eviction.least_peak import find_least_evicting_schedule
 from planner.train.backend import joint_planning
 from planner.train.backend.rest_of_step import add_rest, find_lean_schedule
 from planner.train.backend.step_memory import PassStorages, compute_bytes_of_others, find_unread
-from solvers.clock import WallClock
-from solvers.eviction.least_peak import find_least_evicting_schedule
 from tests.support.marks import slow
 from tests.support.models.backend import (
     Apart,

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import BudgetError, InfeasibleError, PlannerError
+from planner.graphs.errors import BudgetError, InfeasibleError, PlannerError
 from planner.train.backend import checkpoint
 from tests.support.distributed import on_processes
 from tests.support.logs import lines_of

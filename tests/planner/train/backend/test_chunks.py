@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.ir import Graph
-from graphs.options import remove_options
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
+from planner.graphs.ir import Graph
+from planner.graphs.options import remove_options
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
 from planner.plans import search
 from planner.plans.plan import Plan
 from planner.plans.solve import solve_graph
 from planner.settings.budget import Budget, Bytes
-from solvers.bounds import bound_least_budget
+from planner.solvers.bounds import bound_least_budget
 from tests.support.models.alternatives import CLASSES, in_chunks, make, schedule_with
 from tests.support.models.outcomes import peak_bytes
 

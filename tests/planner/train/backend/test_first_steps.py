@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from graphs.errors import LimitError
+from planner.graphs.errors import LimitError
 from planner.train.backend import backend
 from planner.train.backend.planned_graph import PlannedGraph
 from planner.train.backend.rest_of_step import build_keep_everything

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.errors import PlannerError
-from graphs.ir import Graph, Phase
-from graphs.schedule import Schedule, keep_everything, schedule_of
-from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.graphs.errors import PlannerError
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.schedule import Schedule, keep_everything, schedule_of
+from planner.graphs.simulate import simulate
 from planner.measure.steps import StepOutcome, measure_outcome
 from planner.train.backend.planned_graph import PlannedGraph
 from tests.support.marks import slow

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch._inductor import config as inductor_config
 
-from graphs.ir import Graph
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
 from planner.capture.workload.models import Workload
+from planner.graphs.ir import Graph
+from planner.graphs.schedule import keep_everything
+from planner.graphs.simulate import simulate
 from planner.measure.steps import StepOutcome, measure_memory, measure_outcome
 from planner.plans import search
 from planner.plans.plan import Plan

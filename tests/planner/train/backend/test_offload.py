@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from graphs.errors import CopyError, PlannerError
-from graphs.schedule import Compute, find_boundary
-from graphs.simulate import simulate
+from planner.graphs.errors import CopyError, PlannerError
+from planner.graphs.schedule import Compute, find_boundary
+from planner.graphs.simulate import simulate
 from planner.measure.steps import measure_memory
 from planner.runtime.transfers.channels import HostChannels
 from planner.train.backend.planned_graph import PlannedGraph

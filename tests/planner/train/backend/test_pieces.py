@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import TraceError
+from planner.graphs.errors import TraceError
 from planner.train.backend.planned_graph import PlannedGraph
 from planner.train.backend.shared_budget import SharedBudget
 from planner.train.backend.step_memory import PassStorages

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.errors import UsageError
+from planner.graphs.errors import UsageError
 from planner.memory.reserved import predict_eager_reserved_bytes, predict_reserved_bytes
 from planner.settings.budget import Share
 from planner.settings.counted_memory import CountedMemory

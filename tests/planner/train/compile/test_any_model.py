@@ -10,9 +10,9 @@ from torch import nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import MismatchError, TraceError
 from planner.capture.signature import Batch, call
 from planner.capture.trace import capture
+from planner.graphs.errors import MismatchError, TraceError
 from planner.measure.steps import get_loss
 from planner.runtime.executor import Executor
 from tests.support.marks import slow

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
-from graphs.errors import BudgetError, PlannerError
+from planner.graphs.errors import BudgetError, PlannerError
 from planner.memory import auto_budget
 from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.settings.budget import Auto, Bytes

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import planner
-from graphs.errors import OutputError
-from graphs.synthetic.small import make_training_chain
+from planner.graphs.errors import OutputError
+from planner.graphs.synthetic.small import make_training_chain
 from planner.plans.cache import PlanCache
 from planner.plans.document import write_plan
 from planner.settings.budget import Share, read_budget

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.errors import PlannerError
-from graphs.ir import Kind
+from planner.graphs.errors import PlannerError
+from planner.graphs.ir import Kind
 from planner.measure.steps import measure_memory
 from planner.runtime.changed_inputs import ChangedInputs
 from tests.support.budgets import HALF_WAY

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import planner
-from graphs.errors import MismatchError, TraceError
+from planner.graphs.errors import MismatchError, TraceError
 from planner.train.compile.compiler import Compiler
 from planner.train.compile.step import PlannedStep
 from planner.train.distributed.wrappers import Unwrapped

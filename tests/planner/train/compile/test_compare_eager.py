@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import EagerWarning, FormatError
-from graphs.schedule import keep_everything
 from planner.capture.program.program import call_of
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import EagerWarning, FormatError
+from planner.graphs.schedule import keep_everything
 from planner.measure.steps import StepOutcome
 from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.eager import DifferingOp, EagerComparison

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import planner
-from graphs.errors import InfeasibleError
 from planner.capture.workload.models import Workload, build
+from planner.graphs.errors import InfeasibleError
 from planner.train.compile.dynamic import DynamicStep
 from tests.support.budgets import HALF_WAY
 from tests.support.models.outcomes import assert_exact, assert_exact_within_budget

@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.options import remove_options
-from graphs.options.selection import get_option_name
-from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
+from planner.graphs.options import remove_options
+from planner.graphs.options.selection import get_option_name
+from planner.graphs.simulate import simulate
 from planner.measure.steps import measure_outcome
-from solvers.bounds import bound_least_budget
+from planner.solvers.bounds import bound_least_budget
 from tests.support.budgets import between
 from tests.support.marks import slow
 from tests.support.models.alternatives import CLASSES, in_chunks, make, schedule_with

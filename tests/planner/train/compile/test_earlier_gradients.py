@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.errors import BudgetError
-from graphs.schedule import Schedule, keep_everything
+from planner.graphs.errors import BudgetError
+from planner.graphs.schedule import Schedule, keep_everything
 from planner.runtime.earlier_gradients import EarlierGradients, pass_peaks
 from planner.train.compile.step import PlannedStep
 from tests.support.budgets import HALF_WAY, half_way_known

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.errors import TraceError
+from planner.graphs.errors import TraceError
 from planner.measure.steps import measure_outcome
 from planner.train.compile.step import PlannedStep
 from tests.support.models.planned import BATCH, assert_no_trace, plan

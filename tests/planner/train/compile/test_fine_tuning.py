@@ -13,7 +13,7 @@ from torch import nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import TraceError
+from planner.graphs.errors import TraceError
 from tests.support.marks import slow
 from tests.support.models.as_eager import Together, check_trains_as_eager
 from tests.support.models.outcomes import assert_same, train_by

@@ -11,7 +11,7 @@ from torch import nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import TraceError
+from planner.graphs.errors import TraceError
 from planner.native import library
 from tests.support.models.as_eager import check_trains_as_eager
 

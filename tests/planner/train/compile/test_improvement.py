@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.errors import InfeasibleError, PlannerError
-from graphs.ir import Graph
-from graphs.simulate import simulate
-from graphs.synthetic.small import make_chain
+from planner.graphs.errors import InfeasibleError, PlannerError
+from planner.graphs.ir import Graph
+from planner.graphs.simulate import simulate
+from planner.graphs.synthetic.small import make_chain
 from planner.measure.observation import OpTimer, PeakWatch, set_times
 from planner.plans import background
 from planner.plans.background import BackgroundSolve, Ended, SolveJob, solve_here
@@ -32,12 +32,12 @@ from planner.runtime.arena_allocator import Missed
 from planner.settings.budget import Budget, Bytes
 from planner.settings.option_settings import apply_recorded_options
 from planner.settings.plan import PlanSettings, Wait
+from planner.solvers.clock import WorkClock
+from planner.solvers.eviction.least_peak import find_least_evicting_schedule
+from planner.solvers.result import compute_gap
+from planner.solvers.tolerance import Tolerance
 from planner.train.compile import compare_eager, compiler, improvement
 from planner.train.compile.improvement import Improvement, is_rounded_alike
-from solvers.clock import WorkClock
-from solvers.eviction.least_peak import find_least_evicting_schedule
-from solvers.result import compute_gap
-from solvers.tolerance import Tolerance
 from tests.support.budgets import between
 from tests.support.models.alternatives import in_chunks, make, schedule_with
 from tests.support.models.outcomes import assert_exact

@@ -9,10 +9,10 @@ from functools import cache
 import pytest
 import torch
 
-from graphs.ir import Graph, Phase
-from graphs.schedule import Compute, Schedule, keep_everything
-from graphs.simulate import simulate
 from planner.capture.kernels.variants import CompileVariant
+from planner.graphs.ir import Graph, Phase
+from planner.graphs.schedule import Compute, Schedule, keep_everything
+from planner.graphs.simulate import simulate
 from tests.support.budgets import on_the_way
 from tests.support.inductor.steps import CASES, Prepared, differences, freed_over, prepare
 from tests.support.marks import slow_except

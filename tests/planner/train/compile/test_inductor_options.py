@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_config
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import InfeasibleError, TraceError
+from planner.graphs.errors import InfeasibleError, TraceError
 from planner.measure.steps import measure_outcome
 from planner.plans.summary import summarize
 from planner.settings.budget import Share

@@ -13,9 +13,9 @@ from torch import nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import InfeasibleError
 from planner.capture.replay import collect_static
 from planner.capture.step import TrainingStep
+from planner.graphs.errors import InfeasibleError
 from planner.measure.profile import profile
 from planner.measure.steps import measure_outcome
 from planner.settings.link import MEASURED_LINK

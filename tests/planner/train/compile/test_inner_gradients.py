@@ -15,7 +15,7 @@ from torch.func import functional_call, hessian, jacrev, jvp, vjp, vmap
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import PlannerError
+from planner.graphs.errors import PlannerError
 from planner.torch_private.capture import GRADIENT_SETTINGS
 from tests.support.marks import slow
 from tests.support.models.as_eager import check_trains_as_eager

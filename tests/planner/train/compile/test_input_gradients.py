@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.errors import MismatchError
-from graphs.ir import Kind
 from planner.capture.trace import capture
+from planner.graphs.errors import MismatchError
+from planner.graphs.ir import Kind
 from tests.support.budgets import HALF_WAY
 from tests.support.marks import slow
 

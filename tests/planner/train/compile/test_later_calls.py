@@ -17,7 +17,7 @@ from torch import nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import TraceError
+from planner.graphs.errors import TraceError
 from tests.support.marks import slow
 
 torchmetrics = pytest.importorskip("torchmetrics")

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.errors import MismatchError
-from graphs.ir import Phase
-from graphs.overwriting import find_overwritten_saved
-from graphs.schedule import schedule_of
 from planner.capture.options.traced import add_traced
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
+from planner.graphs.errors import MismatchError
+from planner.graphs.ir import Phase
+from planner.graphs.overwriting import find_overwritten_saved
+from planner.graphs.schedule import schedule_of
 from planner.measure.steps import get_loss
 from planner.runtime.executor import Executor
 from tests.support.budgets import HALF_WAY

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import PlannerError, TraceError
 from planner.capture.frontend.preserved_state import UndoWrites, preserve_training_state
 from planner.capture.step import TrainingStep
+from planner.graphs.errors import PlannerError, TraceError
 from tests.support.marks import slow
 from tests.support.models.planned import BATCH, CALLS, Remembers, assert_no_trace, plan
 

@@ -11,10 +11,10 @@ import torch
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import OutOfMemoryError
-from graphs.io.formats import read_graph
-from graphs.pools import HOST
 from planner.capture.workload.models import Workload, build
+from planner.graphs.errors import OutOfMemoryError
+from planner.graphs.io.formats import read_graph
+from planner.graphs.pools import HOST
 from planner.plans import search
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import planner
-from graphs.allocators.training import training_of
-from graphs.errors import PlannerError, UsageError
-from graphs.ir import Kind
-from graphs.optimizers import MeasuredOptimizer, get_traced_optimizer
-from graphs.schedule import keep_everything
 from planner.capture.trace import capture
+from planner.graphs.allocators.training import training_of
+from planner.graphs.errors import PlannerError, UsageError
+from planner.graphs.ir import Kind
+from planner.graphs.optimizers import MeasuredOptimizer, get_traced_optimizer
+from planner.graphs.schedule import keep_everything
 from planner.measure.optimizers import measure_optimizer
 from planner.show.report.describe import list_provenance
 

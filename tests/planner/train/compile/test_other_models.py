@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models.dense import Squash
 from benchmarks.models.parts import FunctionModule
-from graphs.simulate import simulate
 from planner.capture.workload.models import Workload
+from planner.graphs.simulate import simulate
 from planner.measure.run_plan import run
 from planner.measure.tracing import trace
-from solvers.clock import WorkClock
-from solvers.least import bracket_least_budget
+from planner.solvers.clock import WorkClock
+from planner.solvers.least import bracket_least_budget
 from tests.support.marks import slow_among
 from tests.support.models.steps import classes, norm_twice, solve_for
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.errors import InfeasibleError, LimitError
+from planner.graphs.errors import InfeasibleError, LimitError
 from planner.measure import optimizers
 from planner.settings.budget import read_budget
 from planner.train.compile import per_batch

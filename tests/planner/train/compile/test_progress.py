@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import planner
-from graphs.errors import InfeasibleError
+from planner.graphs.errors import InfeasibleError
 from planner.plans.record import plan_line
 from planner.progress import Event, Progress, Stage
 from tests.support.logs import lines_of

@@ -7,11 +7,11 @@ from benchmarks.runner import Runner
 from planner.plans.summary import summarize
 from planner.settings.budget import Bytes
 from planner.settings.plan import PlanSettings
+from planner.solvers.clock import WorkClock
+from planner.solvers.least import bracket_least_budget
+from planner.solvers.tolerance import Tolerance
 from planner.train.compile.compiler import Compiler
 from planner.train.distributed.wrappers import unwrap
-from solvers.clock import WorkClock
-from solvers.least import bracket_least_budget
-from solvers.tolerance import Tolerance
 from tests.support.models.random_models import Recipe, build, recipes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

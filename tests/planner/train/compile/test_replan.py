@@ -11,8 +11,8 @@ from torch import nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import TraceError
 from planner.capture.step import LossFn
+from planner.graphs.errors import TraceError
 from planner.train.compile.compiler import Compiler
 from tests.support.marks import slow
 from tests.support.models.steps import MutatedBuffer

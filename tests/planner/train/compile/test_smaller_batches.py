@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import planner
-from graphs.errors import BudgetError, MismatchError
 from planner.capture.step import TrainingStep
+from planner.graphs.errors import BudgetError, MismatchError
 from planner.measure.steps import measure_memory
 from planner.train.backend.shared_budget import SharedBudget
 from planner.train.compile.compiler import Compiler

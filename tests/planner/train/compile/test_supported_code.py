@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import planner
-from graphs.errors import MismatchError, TraceError
-from graphs.ir import Kind
+from planner.graphs.errors import MismatchError, TraceError
+from planner.graphs.ir import Kind
 from tests.support.marks import slow, slow_among, slow_except
 from tests.support.models.as_eager import check_trains_as_eager
 from tests.support.processes import run_apart

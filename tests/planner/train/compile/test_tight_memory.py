@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.errors import InfeasibleError, LimitError
-from graphs.ir import Graph
 from planner.capture.step import TrainingStep
+from planner.graphs.errors import InfeasibleError, LimitError
+from planner.graphs.ir import Graph
 from planner.measure.observation import PeakWatch
 from planner.plans import keep_everything, search
 from planner.plans.background import BackgroundSolve, Ended
@@ -240,7 +240,7 @@ def test_if_the_arena_exceeds_the_budget_and_no_other_is_found_steps_run_in_none
 
 
 def test_patience_ends_where_no_schedule_has_addresses(free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    from solvers.arena.solve import _Joint
+    from planner.solvers.arena.solve import _Joint
 
     free(NONE_FITS)
     monkeypatch.setattr(search, "_PATIENCE_S", 0.0)

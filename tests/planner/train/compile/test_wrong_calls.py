@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 import planner
 from benchmarks.models.parts import FunctionModule
-from graphs.errors import InfeasibleError, PlannerError, TraceError
 from planner.capture.frontend import fake_execution
+from planner.graphs.errors import InfeasibleError, PlannerError, TraceError
 from planner.native.library import wait_for_library
 
 X, Y = torch.randn(16, 8), torch.randn(16, 8)

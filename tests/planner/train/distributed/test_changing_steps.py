@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import planner
-from graphs.errors import MismatchError, PlannerError, TraceError
+from planner.graphs.errors import MismatchError, PlannerError, TraceError
 from planner.train.distributed.ranks import Ranks
 from tests.support.distributed import on_processes, update_both
 

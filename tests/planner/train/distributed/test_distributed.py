@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
-from graphs.errors import InfeasibleError, LimitError, MismatchError, PlannerError, TraceError
+from planner.graphs.errors import InfeasibleError, LimitError, MismatchError, PlannerError, TraceError
 from planner.measure.steps import measure_memory
 from planner.plans.plan import Plan
 from planner.plans.search import StepSearch
@@ -28,11 +28,11 @@ from planner.progress import Progress
 from planner.runtime import arena_allocator
 from planner.runtime.arena_allocator import Slab
 from planner.settings.option_settings import apply_recorded_options
+from planner.solvers.clock import WorkClock
+from planner.solvers.eviction.least_peak import find_least_evicting_schedule
 from planner.train.compile import compiler
 from planner.train.compile.improvement import Improvement
 from planner.train.distributed.wrappers import unwrap
-from solvers.clock import WorkClock
-from solvers.eviction.least_peak import find_least_evicting_schedule
 from tests.support.budgets import HALF_WAY
 from tests.support.distributed import on_processes
 from tests.support.models.residual_blocks import mlp_block

@@ -30,16 +30,17 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import planner
 from benchmarks.models.parts import FunctionModule
 from benchmarks.process_memory import read_status_bytes, reset_highest_rss
-from graphs.errors import BudgetError, EagerWarning, InfeasibleError, PlannerError, TraceError
-from graphs.options.gather import GATHER, REDUCE
-from graphs.pools import DEVICE_TO_HOST
-from graphs.schedule import Compute, Schedule
-from graphs.simulate import simulate
+from planner.graphs.errors import BudgetError, EagerWarning, InfeasibleError, PlannerError, TraceError
+from planner.graphs.options.gather import GATHER, REDUCE
+from planner.graphs.pools import DEVICE_TO_HOST
+from planner.graphs.schedule import Compute, Schedule
+from planner.graphs.simulate import simulate
 from planner.measure.steps import measure_memory
 from planner.memory.least_budget import find_least_budget
 from planner.runtime.arena_allocator import Missed
 from planner.settings.budget import Bytes
 from planner.settings.plan import PlanSettings
+from planner.solvers.bounds import bound_least_budget
 from planner.torch_private.core import get_local_tensor
 from planner.torch_private.distributed import get_default_store
 from planner.train.compile.compiler import Compiler
@@ -47,7 +48,6 @@ from planner.train.distributed import failures
 from planner.train.distributed.collectives import run_on_buffer
 from planner.train.distributed.failures import tell_failures, wait_for_others
 from planner.train.distributed.wrappers import unwrap
-from solvers.bounds import bound_least_budget
 from tests.support.budgets import HALF_WAY
 from tests.support.distributed import on_processes, update_both
 from tests.support.marks import slow, slow_except

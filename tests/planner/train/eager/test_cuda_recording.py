@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphs.errors import BudgetError
 from planner.capture.workload.models import build
+from planner.graphs.errors import BudgetError
 from planner.runtime.libraries import warm_up_libraries
 from planner.train.eager.session import rematerialize
 

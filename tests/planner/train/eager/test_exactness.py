@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.storages import LiveStorages
-from graphs.errors import BudgetError
+from planner.graphs.errors import BudgetError
 from planner.train.eager.session import Rematerialization, rematerialize
 from tests.support.eager.models import LOOPS, TRANSFORMERS, Loop
 from tests.support.eager.tensors import existing, other_bytes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.storages import LiveStorages
-from graphs.errors import BudgetError
+from planner.graphs.errors import BudgetError
 from planner.train.eager import device_costs
 from planner.train.eager.session import rematerialize
 from tests.support.eager.chains import RUNS, Run, chain, train_on, with_dropout

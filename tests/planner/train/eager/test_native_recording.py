@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.storages import LiveStorages
-from graphs.errors import BudgetError, PlannerError
+from planner.graphs.errors import BudgetError, PlannerError
 from planner.native import library
 from planner.torch_private.core import TorchDispatchMode
 from planner.train.eager import native_recording

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.storages import LiveStorages
-from graphs.errors import UsageError
-from graphs.io.formats import read_graph
 from planner.cli.main import main
+from planner.graphs.errors import UsageError
+from planner.graphs.io.formats import read_graph
 from planner.plans.background import BackgroundSolve
 from planner.runtime.allocator import record_cpu_allocations
+from planner.solvers.baselines.common.online import OnlineRun
+from planner.solvers.online.heuristics import make_heuristic
 from planner.train.eager import step_plans
 from planner.train.eager.session import Rematerialization, rematerialize
 from planner.train.eager.step_follower import StepFollower
-from solvers.baselines.common.online import OnlineRun
-from solvers.online.heuristics import make_heuristic
 from tests.support.eager.solves import SolvedWhenWaitedFor
 from tests.support.eager.tensors import existing, other_bytes
 from tests.support.marks import slow

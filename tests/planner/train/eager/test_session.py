@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 import planner
 from benchmarks.storages import LiveStorages
-from graphs.errors import BudgetError, UsageError
+from planner.graphs.errors import BudgetError, UsageError
 from planner.memory import release
+from planner.solvers.online.heuristics import MEGENGINE, NAMES
 from planner.train.eager import sizes
 from planner.train.eager.session import Rematerialization, rematerialize
-from solvers.online.heuristics import MEGENGINE, NAMES
 from tests.support.cli import run_python
 from tests.support.eager.chains import (
     Failing,

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from graphs.errors import PlannerError
-from graphs.io.graph_document import build_from_dict, convert_to_dict
-from graphs.ir import Kind, Phase
-from graphs.schedule import Compute, Free, Schedule, keep_everything
-from graphs.simulate import simulate
+from planner.graphs.errors import PlannerError
+from planner.graphs.io.graph_document import build_from_dict, convert_to_dict
+from planner.graphs.ir import Kind, Phase
+from planner.graphs.schedule import Compute, Free, Schedule, keep_everything
+from planner.graphs.simulate import simulate
 from planner.train.eager import step_plans
 from planner.train.eager.enough_budget import find_enough_bytes
 from planner.train.eager.step_log import LoggedOp, build_recorded_step

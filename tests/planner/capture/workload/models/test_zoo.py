@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from graphs.errors import PlannerError, UsageError
 from planner.capture.workload.models import ZOO, Workload, build
 from planner.capture.workload.models.llama import compute_rotary_tables, rotate
+from planner.graphs.errors import PlannerError, UsageError
 from tests.support.marks import slow_among
 
 TINY: dict[str, dict[str, Any]] = {

@@ -89,11 +89,11 @@ def _find_docstring_lines(node: ast.AST) -> range:
 
 def read(root: Path, folder: str) -> list[Module]:
     """Read the modules of a folder of the checkout `root`."""
-    found = []
+    found, package = [], "planner." if (root / "planner" / folder).is_symlink() else ""
     for path in sorted((root / folder).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         source = path.read_text()
-        found.append(Module(".".join(parts).removesuffix(".__init__"), source, ast.parse(source)))
+        found.append(Module(package + ".".join(parts).removesuffix(".__init__"), source, ast.parse(source)))
     return found
 
 

@@ -15,8 +15,7 @@ from planner.graphs.errors import PlannerError, UsageError, causes, refuse_unkno
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_ROOT = Path(__file__).resolve().parent.parent
-_OURS = tuple(f"{_ROOT / name}/" for name in ("planner", "solvers", "graphs"))
+_OURS = f"{Path(__file__).parents[1]}/"
 _LIBRARIES = ("torch", "transformers", "accelerate", "lightning", "pytorch_lightning")
 _MACHINERY = ("/torch/_dynamo/", "/torch/_functorch/", "/torch/autograd/function.py")  # between a planned model and its ops
 _CALL = "/torch/nn/modules/module.py"  # where arguments that no forward() takes are refused

@@ -3,8 +3,6 @@
 import sys
 from importlib import import_module
 from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.errors import explain_missing_packages
@@ -45,31 +43,6 @@ __all__ = [
     "solve",
     "trace",
 ]
-
-
-def _refuse_shadows() -> None:
-    """Raise if Python would import another package named `graphs` or `solvers`, which are common names."""
-    here = Path(__file__).resolve().parent.parent
-    for name in ("graphs", "solvers"):
-        spec = find_spec(name)
-        # A namespace package (a folder without __init__.py) has no origin, only search locations.
-        folders = [Path(folder).resolve() for folder in (spec and spec.submodule_search_locations) or ()]
-        if folders == [here / name]:
-            continue
-        found = Path(spec.origin).resolve() if spec and spec.origin and not folders else next(iter(folders), None)
-        if found is None:
-            raise ImportError(
-                f"planner needs its own package {name!r} from {here / name}, and it is not there: install planner again"
-            )
-        raise ImportError(
-            f"planner needs its own package {name!r} from {here / name}, but Python finds {found}, as {found.parent} comes first "
-            "on sys.path: rename it, run from another folder, start Python with -P (the folder of the script is then not on "
-            f"sys.path), or take {found.parent} off PYTHONPATH"
-        )
-
-
-_refuse_shadows()
-
 
 _MODULES = {
     **dict.fromkeys(("BudgetError", "LimitError", "OutOfMemoryError", "PlannerError", "TraceError"), "planner.graphs.errors"),

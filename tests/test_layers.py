@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,23 +70,6 @@ def test_private_names_of_torch_are_imported_in_one_place() -> None:
 )
 def test_the_check_for_private_names_finds_them(source: str, found: list[str]) -> None:
     assert private_names(source) == found
-
-
-@pytest.mark.parametrize("name", ["graphs", "solvers"])
-@pytest.mark.parametrize("kind", ["package", "module"])
-def test_another_package_of_the_same_name_is_named(name: str, kind: str, tmp_path: Path) -> None:
-    if kind == "package":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").touch()
-    else:
-        (tmp_path / f"{name}.py").touch()
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import planner"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True, capture_output=True, timeout=120)
-    assert ended.returncode == 1
-    said = ended.stderr.splitlines()[-1]
-    assert said.startswith(f"ImportError: planner needs its own package {name!r} from {ROOT / name}")
-    assert str(tmp_path) in said
-    assert all(way in said for way in ("rename it", "another folder", "-P", "PYTHONPATH"))
 
 
 def long_bodies(source: str) -> list[str]:

@@ -92,11 +92,25 @@ def test_missing_package_prints_the_install_command(missing: str, arguments: lis
     assert way in ended.stderr
 
 
-@pytest.mark.parametrize("folder", ["planner", "graphs", "solvers"])
-def test_a_folder_of_the_user_without_init_hides_nothing(folder: str, tmp_path: Path) -> None:
-    (tmp_path / folder).mkdir()
+def test_a_folder_of_the_user_without_init_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "planner").mkdir()
     ended = python("import planner; print(planner.PlannerError)", cwd=tmp_path, path=(tmp_path, ROOT))
     assert ended.stdout == "<class 'planner.graphs.errors.PlannerError'>\n", ended.stderr
+
+
+@pytest.mark.parametrize("kind", ["package", "module"])
+def test_packages_of_the_user_may_have_the_names_of_our_folders(kind: str, tmp_path: Path) -> None:
+    """They are imported as such, and ours within `planner` only: nothing is there twice."""
+    theirs = [tmp_path / (f"{name}/__init__.py" if kind == "package" else f"{name}.py") for name in ("graphs", "solvers")]
+    for path in theirs:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    code = (
+        "import planner, graphs, solvers; used = [getattr(planner, name) for name in planner.__all__]\n"
+        "print(graphs.__file__, solvers.__file__, [name for name in sys.modules if name.startswith(('graphs.', 'solvers.'))])"
+    )
+    ended = python(code, cwd=tmp_path, path=(tmp_path, ROOT))
+    assert ended.stdout == f"{theirs[0]} {theirs[1]} []\n", ended.stderr
 
 
 def test_an_editable_install_is_found_behind_folders_of_the_user() -> None:
@@ -117,18 +131,17 @@ def test_another_pytorch_is_installed_with_the_setuptools_that_it_needs() -> Non
 
 def test_a_wheel_installs_and_its_command_answers(tmp_path: Path) -> None:
     sources = tmp_path / "sources"  # building leaves files behind
-    for folder in ("graphs", "planner", "solvers"):
-        shutil.copytree(ROOT / folder, sources / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "planner", sources / "planner", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("LICENSE", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, sources)
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(sources)]
     subprocess.run(build, check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
-    assert {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name} == {
-        "graphs",
-        "planner",
-        "solvers",
-    }
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name}
+    assert {name.split("/")[0] for name in names} == {"planner"}
+    folders = [ROOT / folder for folder in ("planner", "planner/graphs", "planner/solvers")]  # links are not followed
+    modules = {str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules
     home = tmp_path / "environment"
     venv.create(home)  # without pip: that of the tests installs into it
     into = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python")]
@@ -140,5 +153,9 @@ def test_a_wheel_installs_and_its_command_answers(tmp_path: Path) -> None:
         said = subprocess.run([home / "bin" / "planner", *arguments], cwd=tmp_path, text=True, capture_output=True, timeout=120)
         assert said.returncode == 0, said.stderr
         assert "planner" in said.stdout
-    where = [home / "bin" / "python", "-c", "import planner, graphs, solvers; print(planner.__file__, graphs.__file__)"]
+    where = [
+        home / "bin" / "python",
+        "-c",
+        "import planner.graphs, planner.solvers; print(planner.__file__, planner.graphs.__file__)",
+    ]
     assert str(home) in subprocess.run(where, cwd=tmp_path, text=True, capture_output=True, check=True, timeout=120).stdout

@@ -185,7 +185,7 @@ def draw_steps(path: Path) -> None:
     boxes = (
         ("Capture", "model, loss, batch:\nDynamo, AOTAutograd", "planner.capture"),
         ("Profile", "time, workspace and\nsizes of each op", "planner.measure"),
-        ("Solve", "integer program,\nschedule and bound", "solvers"),
+        ("Solve", "integer program,\nschedule and bound", "planner.solvers"),
         ("Judge", "plays the schedule,\nrefuses what is wrong", "planner.graphs.simulate"),
         ("Run", "straight-line code\nbehind autograd", "planner.runtime"),
     )
@@ -195,7 +195,7 @@ def draw_steps(path: Path) -> None:
         axes.add_patch(FancyBboxPatch((i, 0), 0.72, 1, boxstyle="round,pad=0.04", facecolor="#e8eaf6", edgecolor=FORWARD))
         axes.text(i + 0.36, 0.83, title, ha="center", va="center", weight="bold", fontsize=11)
         axes.text(i + 0.36, 0.48, what, ha="center", va="center", fontsize=8)
-        axes.text(i + 0.36, 0.12, where, ha="center", va="center", fontsize=8, family="monospace", color=FORWARD)
+        axes.text(i + 0.36, 0.12, where, ha="center", va="center", fontsize=7, family="monospace", color=FORWARD)
         if i:
             axes.add_patch(FancyArrowPatch((i - 0.24, 0.5), (i - 0.04, 0.5), arrowstyle="-|>", mutation_scale=12, color=GREY))
     axes.set(xlim=(-0.08, len(boxes) - 0.2), ylim=(-0.1, 1.1))

@@ -4,7 +4,6 @@ import platform
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,8 +23,6 @@ from planner.settings.plan import PlanSettings
 from planner.studies.workload_tracing import Tracing
 from planner.torch_private.capture import find_graph_breaks
 
-_ROOT = Path(__file__).resolve().parents[2]
-_OURS = ("planner", "solvers", "graphs")
 _NEEDED = ("remat-planner", "torch", "highspy", "PuLP", "scipy", "numpy")
 _OPTIONAL = ("transformers", "accelerate", "lightning", "matplotlib", "bokeh", "dask")
 
@@ -70,25 +67,8 @@ def _iterate_versions() -> Iterator[Fact]:
 
 
 def _iterate_packages() -> Iterator[Fact]:
-    """Yield for each package of the project whether Python imports another package of its name, from a folder on ``sys.path``."""
-    for name in _OURS:
-        own, found = _ROOT / name, _find_on_path(name)
-        problem = (
-            ""
-            if found is None or found.is_relative_to(own)
-            else f"Python imports {name!r} from {found}, which comes first on sys.path: start Python in another folder or with "
-            "-P, or rename that package"
-        )
-        yield Fact("packages", name, str(own), problem)
+    yield Fact("packages", "planner", str(Path(__file__).parents[1]))
     yield Fact("packages", "C++ library", describe_library())
-
-
-def _find_on_path(name: str) -> Path | None:
-    """Return the file or folder of the package that Python finds on ``sys.path``; None if it finds none there."""
-    spec = PathFinder.find_spec(name)
-    if spec is None:
-        return None
-    return Path(spec.origin or next(iter(spec.submodule_search_locations or ()))).resolve()
 
 
 def _iterate_devices() -> Iterator[Fact]:

@@ -179,12 +179,12 @@ def is_own(module: str | None) -> bool:
     if root in sys.stdlib_module_names and root != "__main__":
         return False
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
-    return root not in ("torch", "graphs", "planner", "solvers") and "-packages" not in file
+    return root not in ("torch", "planner") and "-packages" not in file
 
 
 def is_followed(module: str) -> bool:
     """Return True if functions of `module` are captured, also with values that are known after the step."""
-    return is_own(module) or module.partition(".")[0] in ("torch", "planner", "graphs", "solvers")
+    return is_own(module) or module.partition(".")[0] in ("torch", "planner")
 
 
 def _iterate_names(code: CodeType) -> Iterator[str]:

@@ -93,25 +93,34 @@ def test_planning_makes_the_first_call_and_restores_tensors_and_random_states() 
     assert all(len(layer._forward_hooks) == 1 for layer in model.layers)
 
 
+class Log:
+    """What is no module."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+
 class Counting(Hooked):
     """Counts its calls in Python besides, which no capture can follow."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
-        self.log: list[int] = []
+        self.log = Log()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count += 1
-        self.log.append(self.count)
-        return len(self.log) * super().forward(x)
+        self.log.calls.append(self.count)
+        return len(self.log.calls) * super().forward(x)
 
 
-def test_values_that_every_call_changes_are_as_before() -> None:
+@pytest.mark.parametrize("package", [__name__, "graphs"])  # a package of the user's, not one of our folders
+def test_values_that_every_call_changes_are_as_before(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Log, "__module__", package)
     model = Counting()
     with pytest.raises(TraceError, match="changes at every step"):
         planner.trace(model, F.mse_loss, vectors(0), passes=1)
-    assert (model.count, model.log) == (0, [])
+    assert (model.count, model.log.calls) == (0, [])
 
 
 def test_a_step_that_cannot_be_captured_has_the_error_of_its_capture() -> None:

@@ -191,19 +191,6 @@ def test_a_model_that_cannot_be_built_is_a_problem(models: Path, capsys: pytest.
     assert said.code == 1 and "problem: fails of" in said.out and "no weights" in said.out
 
 
-def test_another_package_that_is_imported_by_our_name_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "graphs").mkdir()
-    (tmp_path / "graphs" / "__init__.py").touch()
-    own = list(sys.path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *own])
-    said = call(capsys, "doctor")
-    assert said.code == 1 and f"problem: Python imports 'graphs' from {tmp_path / 'graphs'}" in said.out
-    monkeypatch.setattr(sys, "path", [*own, str(tmp_path)])  # ours is found first
-    assert "problem: " not in call(capsys, "doctor").out
-
-
 # As in MiniMalloc's documentation: 12 bytes hold them.
 BUFFERS = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"
 

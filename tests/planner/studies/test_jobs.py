@@ -132,8 +132,8 @@ def test_lost_cluster_tasks_raise_one_error(address: str) -> None:
         PlannerError, match=rf"the cluster at {address} has no workers, or lost .*KilledWorker.*leave out --cluster"
     ):
         list(run(partial(fail, lost), tasks(1), return_false, cluster=address))
-    with pytest.raises(PlannerError, match=r"No module named 'solvers'.*install this version of remat-planner there"):
-        list(run(partial(fail, ImportError("No module named 'solvers'")), tasks(1), return_false, cluster=address))
+    with pytest.raises(PlannerError, match=r"No module named 'planner'.*install this version of remat-planner there"):
+        list(run(partial(fail, ImportError("No module named 'planner'")), tasks(1), return_false, cluster=address))
 
 
 def test_a_cluster_without_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,10 @@ def survives(mutation: Mutation) -> bool:
         root = Path(folder)
         for name in _COPIED:
             source = ROOT / name
-            skipped = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source, root / name, ignore=skipped) if source.is_dir() else shutil.copy(source, root / name)
+            if source.is_dir():
+                shutil.copytree(source, root / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, root / name)
         path = root / mutation.file
         path.write_text(mutation.change(path.read_text()))
         file, *chosen = mutation.test.split()

@@ -132,7 +132,7 @@ gpu: ## tests and results that need a GPU, in the Python at hand, into $(OUT) or
 	$(PYTHON) -m benchmarks gpu.steps $(if $(OUT),--out $(OUT)) $(ARGS)
 
 clean: ## remove .venv and everything generated
-	rm -rf .venv .venv-torch-* .venv-latest-* $(MODELS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-torch-* .venv-latest-* $(MODELS) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python

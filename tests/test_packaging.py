@@ -114,9 +114,13 @@ def test_packages_of_the_user_may_have_the_names_of_our_folders(kind: str, tmp_p
 
 
 def test_an_editable_install_is_found_behind_folders_of_the_user() -> None:
-    """It is a path and no finder: finders are asked when a folder without ``__init__.py`` has been found already."""
+    """It is a path and no finder: finders are asked when a folder without ``__init__.py`` has been found already.
+
+    Nothing but `planner` is in that path: it hides no folder of the user's.
+    """
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert setuptools["package-dir"] == {"": "."}
+    assert setuptools["package-dir"] == {"": "src"}
+    assert [path.resolve() for path in (ROOT / "src").iterdir() if path.suffix != ".egg-info"] == [ROOT / "planner"]
 
 
 def test_another_pytorch_is_installed_with_the_setuptools_that_it_needs() -> None:
@@ -131,7 +135,7 @@ def test_another_pytorch_is_installed_with_the_setuptools_that_it_needs() -> Non
 
 def test_a_wheel_installs_and_its_command_answers(tmp_path: Path) -> None:
     sources = tmp_path / "sources"  # building leaves files behind
-    shutil.copytree(ROOT / "planner", sources / "planner", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "planner", sources / "src" / "planner", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("LICENSE", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, sources)
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(sources)]

@@ -172,7 +172,9 @@ def _is_elementwise(op: Callable[..., Any]) -> bool:
 def _lay_out_as_inputs(op: Callable[..., Any], args: Sequence[Any], result: Any) -> Any:
     """Return the fake `result` of an elementwise `op` in the layout in which its kernel goes over several inputs."""
     read = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    if not isinstance(result, torch.Tensor) or len(read) < 2 or all(arg.is_contiguous() for arg in read):
+    if not isinstance(result, torch.Tensor) or len(read) < 2 or any(arg.layout is not torch.strided for arg in read):
+        return result  # of sparse ones, none has strides
+    if all(arg.is_contiguous() for arg in read):
         return result
     if len({arg.dtype for arg in read if arg.dim()} - {torch.bool}) > 1:
         return result  # some are cast, and expanded ones then whole, in fake kernels too

@@ -150,6 +150,11 @@ class WithSparseGradients(Branching):
         return self.middle(hidden) + self.rows(torch.arange(SIZE) % 4)
 
 
+class WithSumsOfSparseGradients(WithSparseGradients):
+    def in_branches(self, hidden: Tensor) -> Tensor:
+        return super().in_branches(hidden) * self.rows(torch.arange(SIZE) % 2)
+
+
 def check_beside_planned_graphs(
     made: type[Branching], wrap: Callable[[nn.Module], Callable[..., Any]], equal: Callable[[Tensor, Tensor], bool]
 ) -> list[str]:
@@ -170,7 +175,12 @@ def check_beside_planned_graphs(
 
 
 @pytest.mark.parametrize(
-    ("made", "why"), [(Branching, "the model uses 'true_graph_0'"), (WithSparseGradients, "the gradient of an input is sparse")]
+    ("made", "why"),
+    [
+        (Branching, "the model uses 'true_graph_0'"),
+        (WithSparseGradients, "the gradient of an input is sparse"),
+        (WithSumsOfSparseGradients, "the result of aten._sparse_coo_tensor_with_dims_and_tensors.default is sparse"),
+    ],
 )
 @pytest.mark.parametrize("wrap", EITHER)
 def test_a_graph_that_no_plan_can_hold_runs_as_eager_beside_planned_ones(

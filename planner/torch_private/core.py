@@ -44,6 +44,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,  # a symbol has no value of its own
     ShapeEnv,  # decides conditions on symbols
+    has_free_unbacked_symbols,  # sizes that depend on data
 )
 from torch.multiprocessing.reductions import StorageWeakRef  # tells whether memory is still in use
 from torch.nn.modules import (

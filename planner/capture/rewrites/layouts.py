@@ -29,6 +29,7 @@ from planner.torch_private.core import (
     detect_fake_mode,
     from_functional_tensor,
     get_dispatch_mode,
+    has_free_unbacked_symbols,
     pytree,
     suggest_memory_format,
 )
@@ -174,8 +175,8 @@ def _lay_out_as_inputs(op: Callable[..., Any], args: Sequence[Any], result: Any)
     read = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if not isinstance(result, torch.Tensor) or len(read) < 2 or any(arg.layout is not torch.strided for arg in read):
         return result  # of sparse ones, none has strides
-    if all(arg.is_contiguous() for arg in read):
-        return result
+    if has_free_unbacked_symbols(result) or all(arg.is_contiguous() for arg in read):
+        return result  # sizes that depend on data are refused by their line
     if len({arg.dtype for arg in read if arg.dim()} - {torch.bool}) > 1:
         return result  # some are cast, and expanded ones then whole, in fake kernels too
     read = read[::-1] if op in _SECOND_FIRST else read

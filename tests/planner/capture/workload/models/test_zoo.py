@@ -213,7 +213,7 @@ def test_unet_supports_group_norm() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("gpt3", {}, "unknown zoo model 'gpt3': choose from gpt2, llama, vit, "),
+        ("gpt3", {}, "unknown zoo model 'gpt3' (did you mean gpt2?): choose from gpt2, llama, vit, "),
         ("gpt2", {"size": 3}, "gpt2 has no option 'size': its options are batch=8, seq=1024, layers=12, "),
         ("gpt2", {"layers": 0}, "option layers of gpt2 is 0: it must be a whole number, at least 1"),
         ("gpt2", {"layers": "2"}, "option layers of gpt2 is '2': it must be a whole number, at least 1"),

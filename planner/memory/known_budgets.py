@@ -130,10 +130,14 @@ class KnownBudgets:
 
     def _describe_hints(self) -> str:
         """Return sentences with budgets that are known to do, for the message that nothing fits; "" if none is known."""
-        least = self._least
-        if least is None or least.found_bytes <= self.request.budget_bytes:
+        least, known_bytes = self._least, self._learned_bytes
+        if least is not None:
+            known_bytes = min(least.found_bytes, known_bytes)
+        if not self.request.budget_bytes < known_bytes < UNLIMITED_BYTES:
             return ""
-        known = f"A schedule is known for {format_enough(min(least.found_bytes, self._learned_bytes))}."
+        known = f"A schedule is known for {format_enough(known_bytes)}."
+        if least is None:
+            return f" {known}"
         proved = f" The least budget of {self.memory} memory is at least {format_bytes(least.proved_bytes)}."
         said = "" if self.memory is CountedMemory.ALLOCATED else proved  # solvers name allocated bytes
         return said + "".join(f" {hint}" for hint in (known, *self._options))

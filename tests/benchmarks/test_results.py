@@ -71,7 +71,7 @@ def test_why_a_cell_is_empty_is_in_its_row() -> None:
     for path, rows in ROWS.items():
         assert all((row.status == Status.LIMIT) == bool(row.reason) for row in rows if row.run_by != RunBy.TORCH), path
         # On a network of convolutions there is no attention to save.
-        if path.parent.name in ("resnet50", "unet", "mobilenet_v2"):
+        if path.parent.name in ("resnet50", "unet", "mobilenet_v2") and path.parent.parent.name != "cpu-offload":
             assert {row.reason for row in rows if row.method == "sac-attention"} == {Reason.INAPPLICABLE}, path
 
 

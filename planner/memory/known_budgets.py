@@ -135,12 +135,10 @@ class KnownBudgets:
             known_bytes = min(least.found_bytes, known_bytes)
         if not self.request.budget_bytes < known_bytes < UNLIMITED_BYTES:
             return ""
-        known = f"A schedule is known for {format_enough(known_bytes)}."
-        if least is None:
-            return f" {known}"
-        proved = f" The least budget of {self.memory} memory is at least {format_bytes(least.proved_bytes)}."
-        said = "" if self.memory is CountedMemory.ALLOCATED else proved  # solvers name allocated bytes
-        return said + "".join(f" {hint}" for hint in (known, *self._options))
+        said = [f"A schedule is known for {format_enough(known_bytes)}.", *map(str, self._options)]
+        if least is not None and self.memory is not CountedMemory.ALLOCATED:  # solvers name allocated bytes
+            said.insert(0, f"The least budget of {self.memory} memory is at least {format_bytes(least.proved_bytes)}.")
+        return "".join(f" {sentence}" for sentence in said)
 
     def _describe_time(self, result: Result) -> str:
         """Return a sentence with the time of the whole call, if that is why nothing was found."""

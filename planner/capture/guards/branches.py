@@ -22,7 +22,6 @@ import sympy
 import torch
 from torch import fx, nn
 
-from planner.capture.frontend.source_lines import branch_refusal, find_current_line, find_traced_line
 from planner.capture.guards.assertions import (
     NOT_FINITE,
     UNLIKELY_DRAW,
@@ -37,6 +36,7 @@ from planner.capture.guards.data_guards import DataGuards, GuardWriter, number
 from planner.capture.guards.next_steps import check_next_steps
 from planner.capture.rewrites.outputs import ASSERTIONS, list_tensors
 from planner.capture.signature import Batch, list_leaves
+from planner.capture.source_lines import branch_refusal, find_current_line, find_traced_line
 from planner.graphs.errors import TraceError
 from planner.torch_private import capture as private
 from planner.torch_private.core import (

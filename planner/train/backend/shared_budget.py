@@ -179,7 +179,7 @@ class SharedBudget:
         asked = self.settings.memory
         self.memory = choose_memory_on(device.type, None) if asked is None else choose_memory(captured.graph, asked)
         captured = replace(captured, graph=self._options.apply(captured.graph))
-        channels = None if self._shared_channels is None else self._shared_channels.get_channels(device)
+        channels = None if self._shared_channels is None else self._shared_channels.open_channels(device)
         return PlannedGraph(joint, captured, channels, self._choose_arena(), outputs=outputs)
 
     def _choose_arena(self) -> Arena | None:

@@ -7,8 +7,6 @@
 // planner.train.eager.recording).
 //
 // An op that ends with an error may have written a part of its result, so that storage is kept, as it cannot be recomputed.
-//
-// Attributes of classes with slots are read in place.
 
 #include "op_records.h"
 

@@ -96,6 +96,8 @@ class PlanRecord:
         ended: why a solve ended with a gap above the tolerance; None for others, and if that is not known.
         step_s: `time_s` with the host's times, to issue ops and around them; None if these are not known. Bounds and gaps are of
             `time_s`.
+        corrected_s: seconds of a step at costs measured since, as `step_s`; None if there are none. Bound, gap and overhead stay
+            those that were proved together, until a solve has proved as much for the new costs. Not part of files.
         source: the graph itself, if it is in memory; not part of files, of pickles and of comparisons.
     """
 
@@ -121,6 +123,7 @@ class PlanRecord:
     reserved: Reserved | None = None
     ended: Ending | None = None
     step_s: float | None = None
+    corrected_s: float | None = field(default=None, compare=False)
     source: Graph | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
@@ -177,7 +180,7 @@ class PlanRecord:
     @property
     def host_bound(self) -> str:
         """The time that the host adds to the predicted one, in words; "" if it is next to nothing, or not known."""
-        return _describe_host_bound(self.time_s, self.predicted_s, self.graph.around_s)
+        return _describe_host_bound(self.time_s, self._solved_s, self.graph.around_s)
 
     @property
     def arena(self) -> str:
@@ -276,7 +279,12 @@ class PlanRecord:
 
     @property
     def predicted_s(self) -> float:
-        """Predicted seconds of a step: `time_s` if nothing is known of the host."""
+        """Predicted seconds of a step, at the latest costs; without the host's times if these are not known."""
+        return self._solved_s if self.corrected_s is None else self.corrected_s
+
+    @property
+    def _solved_s(self) -> float:
+        """Predicted seconds of a step at the costs that the bound holds for."""
         return self.time_s if self.step_s is None else self.step_s
 
     @property
@@ -287,7 +295,7 @@ class PlanRecord:
     @property
     def overhead(self) -> float:
         """Predicted time of recomputation as a fraction of the step without any."""
-        return self.predicted_s / self.graph.predicted_s - 1 if self.graph.predicted_s else 0.0
+        return self._solved_s / self.graph.predicted_s - 1 if self.graph.predicted_s else 0.0
 
 
 def describe_ending(ended: Ending) -> str:

@@ -360,5 +360,6 @@ def judge_on(graph: Graph, plan: Plan) -> Plan:
         reserved=reserved,
         pool_peaks_bytes=get_other_peaks(graph, found),
         step_s=get_step_time(graph, found),
+        corrected_s=None,
         source=graph,
     )

@@ -207,6 +207,9 @@ def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypat
     assert job.graph.provenance["times"] == "measured in training steps"
     assert job.start.schedule == first.schedule
     assert job.start.windows == tuple(first.settings["windows"])
+    corrected = judge_on(apply_recorded_options(job.graph, first.settings), first)
+    assert step.plan.predicted_s == pytest.approx(corrected.predicted_s) != first.predicted_s  # at the times in steps
+    assert step.plan.overhead == first.overhead
 
     found = solve_graph(job.graph, job.budget, replace(job.settings, work_limit=50.0), start=job.start)
     assert found.status == "optimal"
@@ -217,6 +220,7 @@ def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypat
     assert_trains_as_eager(step, model, batch, [7])
     assert "for the costs measured in training steps" in str(step.plan)
     assert step.plan.graph == found.graph and step.plan.bound_s == pytest.approx(found.bound_s)
+    assert step.plan.predicted_s == pytest.approx(step.plan.time_s + step.plan.graph.around_s)
     assert (step.plan.status, step.plan.gap) == ("optimal", compute_gap(step.plan.time_s, step.plan.bound_s))
     assert step.measured is not None and check_plan(apply_recorded_options(step.measured, step.plan.settings), step.plan)
 

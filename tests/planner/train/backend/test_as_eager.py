@@ -126,6 +126,19 @@ def test_numbers_that_python_draws_are_those_of_eager_mode(name: str, entry: Ent
     assert_same(*results)
 
 
+@pytest.mark.parametrize("entry", [checkpointed, *slow(as_backend)])
+def test_hooks_on_saved_tensors_around_a_step_copy_what_the_plan_recomputes_from(entry: Entry) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(part() for _ in range(3) for part in (lambda: nn.Linear(64, 64), nn.GELU))), torch.randn(256, 64)
+    results = []
+    for one in (eager, entry):
+        twin = copy.deepcopy(model)
+        step = one(twin, x)
+        with torch.autograd.graph.save_on_cpu():
+            results.append(train_by(step, twin, [(x,)] * 3))
+    assert_same(*results)
+
+
 def keep_rounded(model: Any, x: Tensor) -> Tensor:
     with saved_tensors_hooks(lambda saved: model.round(saved), lambda saved: saved.float()):
         return torch.tanh(model.middle(x).exp())

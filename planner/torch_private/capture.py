@@ -371,6 +371,19 @@ def _run_configured(
         return run(tx, *args, **kwargs)
 
 
+def guard_empty_hooks_where(wanted: Callable[[Any], bool]) -> None:
+    """Make Dynamo capture frames of compilers that are `wanted` again when hooks come to modules that had none."""
+    wrap_for_good(CheckFunctionManager, "__init__", partial(_guard_empty_hooks, wanted))
+
+
+def _guard_empty_hooks(
+    wanted: Callable[[Any], bool], build: Any, manager: Any, code: Any, graph: Any, *others: Any, **by_name: Any
+) -> None:
+    compiler = getattr(graph, "compiler_fn", None)
+    with dynamo_config.patch(skip_nnmodule_hook_guards=False) if compiler is not None and wanted(compiler) else nullcontext():
+        build(manager, code, graph, *others, **by_name)
+
+
 def follow_requires_grad_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
     """Make Dynamo return, from the frames that are `wanted`, results that depend on a tensor after its ``requires_grad_()``.
 

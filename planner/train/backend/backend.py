@@ -320,6 +320,7 @@ def _is_run_as_eager(translator: private.InstructionTranslatorBase) -> bool:
 keep_dynamo_as_eager_where(_is_run_as_eager, ExitStack())
 replace_calls_where(_is_planned, ExitStack())
 private.fix_sizes_where(_is_planned)
+private.guard_empty_hooks_where(lambda compiler: _is_planner(private.innermost_backend(compiler)))
 ExitStack().enter_context(call_at_end(write_data_in_place_where(_is_planned, ExitStack())))
 # NumPy's random numbers are drawn by NumPy: Dynamo would take them from PyTorch's generator. It leaves out code with an LSTM.
 # Where code captures nothing once, such as behind the last iteration of a loop, it would run without its graphs from then on.

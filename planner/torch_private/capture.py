@@ -74,6 +74,9 @@ from torch._dynamo.symbolic_convert import (
 from torch._dynamo.utils import (
     dynamo_timed as _dynamo_timed,
     get_metrics_context as _metrics_context,
+    numpy_method_wrapper,
+    numpy_operator_wrapper,
+    numpy_to_tensor_wrapper,
 )
 from torch._dynamo.variables import (
     BackwardHookVariable,  # full backward hooks of a module, around a call
@@ -179,6 +182,8 @@ FOLLOWS_REQUIRES_GRAD = _REQUIRES_GRAD_CHECK if hasattr(OutputGraph, _REQUIRES_G
 # Torch 2.11 skips guards on the tensors of an unchanged dictionary, though their requires_grad may have changed. Only the
 # version tells; torch compares it with strings as versions.
 GUARD_SETTINGS: dict[str, Any] = {"skip_tensor_guards_with_matching_dict_tags": False} if torch.__version__ < "2.12" else {}
+
+NUMPY_WRAPPERS = (numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper)  # what a graph calls for NumPy
 
 # Gradients inside the step (torch.autograd.grad) are captured as ops, where Dynamo knows how: not before 2.12.
 GRADIENT_SETTINGS: dict[str, Any] = {"trace_autograd_ops": True} if hasattr(dynamo_config, "trace_autograd_ops") else {}

@@ -41,6 +41,7 @@ from planner.train.backend import polyfills as polyfills  # registers them with 
 from planner.train.backend.joint_capture import capture_joint, rewrite_as_eager
 from planner.train.backend.missing_gradients import leave_out_unread
 from planner.train.backend.model_calls import CALL, call_model
+from planner.train.backend.numpy_functions import warn_of_numpy
 from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
 from planner.train.backend.returned_views import take_out_views
 from planner.train.backend.settings import BackendSettings, parse_backend_options
@@ -82,6 +83,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
     budget = _share_budget(parse_backend_options(options))
     if (call := CALL.get()) is not None:
         call.trains |= _may_train(module)
+    warn_of_numpy(module.graph)
     add_views = take_out_views(module)
     compile_module = _compile_kernels if budget.settings.kernels == "inductor" else _compile
     compiled = compile_module(module, inputs, budget)

@@ -152,6 +152,22 @@ def test_hooks_on_saved_tensors_compute_as_in_eager_mode(entry: Entry) -> None:
         assert_exact(model, torch.randn(32, 16), entry)
 
 
+NUMPY: dict[str, Callable[[Tensor], Any]] = {
+    "exp": lambda x: np.exp(x.detach().numpy()),
+    "mean": lambda x: x.detach().numpy().mean(0),
+    "linspace": lambda _: np.linspace(0, 1, 16, dtype=np.float32),
+    "pow": lambda x: np.abs(x.detach().numpy()) ** 1.5,
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_functions_of_numpy_that_round_otherwise_are_named(name: str) -> None:
+    model = FunctionModule(lambda m, x: m.last(x * torch.from_numpy(NUMPY[name](x))), last=nn.Linear(16, 16))
+    said = rf"{name} \(.*\) of NumPy runs as PyTorch's .* by a few times 1e-07 of them"
+    with pytest.warns(UserWarning, match=said):
+        checkpointed(model, torch.randn(32, 16))(torch.randn(32, 16)).backward()
+
+
 @pytest.mark.parametrize("entry", [compiled, as_backend, *slow(checkpointed)])
 def test_batch_norm_of_a_transposed_tensor(entry: Entry) -> None:
     torch.manual_seed(0)

@@ -31,7 +31,6 @@ from planner.native.library import is_being_compiled
 from planner.plans.background import BackgroundSolve, SolveJob, solve_here
 from planner.plans.eager import EagerComparison
 from planner.plans.plan import Plan
-from planner.plans.record import NO_ARENA
 from planner.plans.search import StepSearch
 from planner.plans.solve import judge_on
 from planner.runtime.arena import Arena
@@ -40,7 +39,7 @@ from planner.runtime.executor import Executor
 from planner.settings.budget import Bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import apply_recorded_options
-from planner.solvers.result import OPTIMAL_GAP, SOLVED, get_tolerance, is_within
+from planner.solvers.result import OPTIMAL_GAP, SOLVED, is_within
 from planner.solvers.tolerance import Tolerance
 from planner.train.distributed.ranks import SingleProcess
 
@@ -115,7 +114,7 @@ class Improvement:
         self._awaited = self._find_awaited(plan)
         self._is_solved = plan.status in SOLVED and self._awaited is not _Awaited.PLAN  # at the latest costs
         # The order of ops stays if it was preferred to program order, or a solve had its time.
-        self._is_settled = self._is_solved or bool(plan.settings.get("reordered"))
+        self._is_settled = self._is_solved or bool(plan.settings.reordered)
         self._timer: OpTimer | None = None
         self._before: PlanSwap | None = None  # the plan to return to
         if finds and not executor.devices.channels:  # otherwise op times would include waits for copies
@@ -228,7 +227,7 @@ class Improvement:
         """Return what the executor of `plan` waits for; None if it is in an arena, or is to be in none."""
         if not self._search.chose_arena or self._executor.arena is not None:
             return None
-        if NO_ARENA in plan.settings:
+        if plan.settings.no_arena is not None:
             return _Awaited.PLAN
         return _Awaited.ALLOCATOR if is_being_compiled() else None
 
@@ -254,13 +253,13 @@ class Improvement:
         shown = Tolerance.of(enough if self.plan.gap is None else min(enough, self.plan.gap))
         found = solve_here(replace(job, settings=replace(job.settings, tolerance=shown)), _START_S).plan
         if found is not None:
-            self._candidate, self._due = replace(found, settings={**found.settings, "tolerance": enough}), 0.0
+            self._candidate, self._due = replace(found, settings=replace(found.settings, tolerance=enough)), 0.0
             self._is_solved = self._candidate.status in SOLVED
             self._is_settled |= self._is_solved
 
     def _build_job(self) -> SolveJob:
         """Return the next solve, in the order of the current plan if that is settled."""
-        keeps_order = self._is_settled and (self._offered.plain or not self.plan.settings.get("reordered"))
+        keeps_order = self._is_settled and (self._offered.plain or not self.plan.settings.reordered)
         return self._search.build_job(self._captured.graph, self._solved_bytes, self.plan, keeps_order=keeps_order)
 
     def _end_solve(self) -> None:
@@ -362,7 +361,7 @@ class Improvement:
         now = self.plan if found.graph == self.plan.graph else judge_on(self._offered, self.plan)
         bounds = [self._bound_s, found.bound_s if _list_first_executions(found) == _list_first_executions(now) else None]
         known = [min(bound_s, now.time_s) for bound_s in bounds if bound_s is not None]
-        settings = {**now.settings, "tolerance": get_tolerance(found.settings, OPTIMAL_GAP)}
+        settings = replace(now.settings, tolerance=found.settings.tolerance)
         return replace(now, bound_s=max(known, default=None), settings=settings, seconds=found.seconds, ended=found.ended)
 
     def _time_ops_of(self, executor: Executor) -> None:

@@ -9,23 +9,9 @@ from planner.torch_private.capture import NUMPY_WRAPPERS
 
 # They make, move or choose values, or round as the standard of floating-point numbers says.
 _EXACT = {
-    *(
-        "abs",
-        "absolute",
-        "add",
-        "array",
-        "asarray",
-        "astype",
-        "clip",
-        "concatenate",
-        "copy",
-        "divide",
-        "getitem",
-        "max",
-        "maximum",
-    ),
-    *("min", "minimum", "mul", "multiply", "neg", "negative", "ones", "reshape", "sqrt", "stack", "sub", "subtract", "transpose"),
-    *("truediv", "where", "zeros"),
+    *("abs", "absolute", "add", "array", "asarray", "astype", "clip", "concatenate", "copy", "divide"),
+    *("getitem", "max", "maximum", "min", "minimum", "mul", "multiply", "neg", "negative", "ones"),
+    *("reshape", "sqrt", "stack", "sub", "subtract", "transpose", "truediv", "where", "zeros"),
 }
 
 

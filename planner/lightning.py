@@ -22,9 +22,9 @@ with explain_missing_packages():
         import pytorch_lightning as pl  # type: ignore[no-redef]
 
 from planner.capture.frontend.fake_execution import run_on_fakes
-from planner.capture.frontend.later_calls import Collector, is_metric
 from planner.capture.frontend.later_values import skip_metrics
 from planner.capture.frontend.preserved_state import preserve_training_state
+from planner.capture.guards.later_calls import Collector, is_metric
 from planner.capture.signature import Shapes, list_shapes
 from planner.graphs.errors import PlannerError, TraceError
 from planner.progress import LoggingView

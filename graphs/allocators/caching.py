@@ -337,7 +337,7 @@ class CachingAllocator:
 
     def _expand(self, size_bytes: int, key: _Key) -> Block | None:
         """Return a block of a grown expandable segment; None if the device is full (``try_allocate_expandable_block``)."""
-        block = self._find_expandable(size_bytes, key)
+        block = self._take_expandable(size_bytes, key)
         if not block.mapped and not self._map(block, min(block.size_bytes, size_bytes)):
             return None
         while block.size_bytes < size_bytes:
@@ -349,7 +349,7 @@ class CachingAllocator:
         self._take_out(block)
         return block
 
-    def _find_expandable(self, size_bytes: int, key: _Key) -> Block:
+    def _take_expandable(self, size_bytes: int, key: _Key) -> Block:
         """Return the first of the lowest free and unmapped blocks with `size_bytes` in all (``find_expandable_block``)."""
         for block in self._unmapped.get(key, []):
             first = block.previous if block.previous is not None and not block.previous.in_use else block

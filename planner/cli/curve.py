@@ -56,9 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.progress import LineView
     from planner.show.views.figures import check_plot, save_figure
     from planner.solvers.result import Status
-    from planner.studies.curve import CurveRow, solve_curve
+    from planner.studies.curve import CurveRow
     from planner.studies.curve_table import build_curve_data
     from planner.studies.rows import write_rows
+    from planner.studies.solve_curve import solve_curve
 
     graph = read_graph(arguments.graph)
     if arguments.output is not None:

@@ -30,7 +30,7 @@ from planner.plans.keep_everything import explain_not_fitting
 from planner.plans.plan import Plan
 from planner.plans.plan_check import check_sizes
 from planner.progress import OnProgress, Stage, Stages, list_views
-from planner.runtime.cuda.device_arena import create_shared_slab
+from planner.runtime.device_arena import create_shared_slab
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import report_errors
 from planner.settings.compatibility import check_compatible

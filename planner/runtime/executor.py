@@ -36,7 +36,7 @@ from planner.native.unchanged import StepGuards
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.changed_inputs import ChangedInputs, Input
 from planner.runtime.code import Backward, Code, Forward, Stage, check_runnable, compile_schedule
-from planner.runtime.cuda.device_arena import DeviceArena, SharedPool
+from planner.runtime.device_arena import DeviceArena, SharedPool
 from planner.runtime.devices import Devices
 from planner.runtime.eager_block import check_no_block
 from planner.runtime.earlier_gradients import EarlierGradients
@@ -185,7 +185,7 @@ class Executor:
             self.changed_inputs.begin(allowed_bytes - self.graph.static_bytes - count_kept_bytes(self.graph, self.schedule))
 
     def use_arena(self, shared: SharedSlab | SharedPool, offsets: Sequence[int] = ()) -> None:
-        """Run the following steps in an arena: ``planner.runtime.arena``, or on CUDA ``planner.runtime.cuda.device_arena``.
+        """Run the following steps in an arena: ``planner.runtime.arena``, or on CUDA ``planner.runtime.device_arena``.
 
         Args:
             shared: its memory, shared with other plans of the model.

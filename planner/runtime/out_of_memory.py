@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from planner.capture.frontend.source_lines import find_traced_line
 from planner.capture.program.program import OpCalls
+from planner.capture.source_lines import find_traced_line
 from planner.graphs.errors import OutOfMemoryError, PlannerError
 from planner.graphs.ir import Graph, Kind, Op
 from planner.graphs.pools import DEVICE, HOST

@@ -9,9 +9,9 @@ from planner.graphs.units import format_bytes, format_enough, format_seconds
 from planner.memory.reserved import EagerMemory
 from planner.plans.record import GraphSummary
 from planner.settings.counted_memory import CountedMemory
+from planner.show.views.figures import COLORS, add_legend, choose_size_unit, create_figure, set_title
 from planner.show.views.text import format_table
-from planner.studies.budget_plots import plot_advice
-from planner.studies.curve_text import SEARCH_CUT
+from planner.studies.curve import SEARCH_CUT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -124,7 +124,25 @@ class Advice:
         Raises:
             PlannerError: matplotlib is not installed.
         """
-        return plot_advice(self)
+        figure = create_figure()
+        axes = figure.add_subplot()
+        scale, unit = choose_size_unit(self.eager_bytes)
+        prices = [(p.budget_bytes / scale, 100 * p.overhead) for p in (self.least, *self.between) if p.overhead is not None]
+        xs, ys = zip(*prices, (self.eager_bytes / scale, 0.0), strict=True)
+        axes.step(xs, ys, where="post", color=COLORS["ours"], marker="o", linewidth=2, label="recomputation alone")
+        for option in self.options:
+            if option.ops and option.price.overhead is not None:
+                place = option.price.budget_bytes / scale, 100 * option.price.overhead
+                axes.plot(*place, marker="D", linewidth=0, label=f"with {option.name}")
+        for size_bytes, label in ((self.available_bytes, "available"), (self.recommended.budget_bytes, "recommended")):
+            if size_bytes is not None and size_bytes <= 2 * self.eager_bytes:
+                style = "--" if label == "available" else "-"
+                axes.axvline(size_bytes / scale, color=COLORS["budget"], linestyle=style, linewidth=1.2, label=label)
+        axes.set(xlabel=f"budget ({self.memory}) in {unit}", ylabel="overhead in %")
+        axes.set_ylim(bottom=0)
+        set_title(axes, self.device)
+        add_legend(figure, axes)
+        return figure
 
     def __repr__(self) -> str:
         found = self.recommended.budget_bytes

@@ -27,8 +27,9 @@ from planner.settings.plan import check_positive, select_settings
 from planner.solvers.tolerance import Tolerance
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import advise_graph
-from planner.studies.curve import Curve, solve_curve as solve_budgets
+from planner.studies.curve import Curve
 from planner.studies.settings import StudySettings
+from planner.studies.solve_curve import solve_curve as solve_budgets
 from planner.studies.workers import return_false
 
 _LEAST_S = 20.0  # for the analysis, even after a long trace

@@ -1,46 +1,37 @@
-"""Overhead against budget: a grid of budgets, solved in parallel, each result used for all of them. Never imports torch.
+"""A curve of overhead against budget: its rows, text and figure. Never imports torch."""
 
-Known weakness: the whole curve is of one order of the ops; a schedule in another order is shown only where none in this order
-fits.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.capture.options import apply_options
-from planner.graphs.errors import BudgetError, FormatError, OutputError
+from planner.graphs.errors import FormatError, OutputError
 from planner.graphs.io.files import read_text
-from planner.graphs.ir import Graph
-from planner.graphs.units import format_bytes
-from planner.memory.least_budget import LeastBudget, find_least_budget
-from planner.memory.reserved import choose_memory, predict_eager_bytes
-from planner.plans.record import GraphSummary
+from planner.graphs.units import format_bytes, format_enough, format_ratio, format_seconds
+from planner.memory.least_budget import LeastBudget
+from planner.plans.record import GraphSummary, describe_ending
 from planner.plans.select_attributes import select_attributes
-from planner.plans.solve import order_for
-from planner.plans.summary import summarize
-from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
-from planner.solvers.clock import Clock, WallClock, measure_rest
-from planner.solvers.registry import get_solver
-from planner.solvers.result import Status, decide_status
-from planner.studies.budget_plots import plot_curve
-from planner.studies.curve_text import describe_curve
-from planner.studies.frontier import Frontier, Point, Turns, divide_evenly
+from planner.show.views.figures import COLORS, add_legend, choose_size_unit, create_figure, scale_y_axis, set_title
+from planner.show.views.text import format_table
+from planner.solvers.result import Ending, Status
+from planner.studies.frontier import Point
 from planner.studies.rows import declare_column, declare_key, declare_text, declare_value, read_rows
-from planner.studies.settings import StudySettings
-from planner.studies.workers import ignore, return_false
+from planner.studies.sizes import LargestSize
+from planner.studies.tables import Column, build_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_ORDER_SHARE = 0.25  # share of the time for an order of the ops
-_LEAST_SHARE = 0.25  # likewise, at most, for the least feasible budget, where the grid begins
-_DEFAULTS = StudySettings()
-_WITH_OPTIONS = 0.6  # share of the time with options; the same budgets are then solved without them
+UNKNOWN = "-"
+_OPEN = {Status.FEASIBLE: "not proved optimal", Status.LIMIT: "nothing found, nor proved infeasible"}
+_ORDERS = "first executions in the orders of the ops that were tried"
+PERCENT = "{:z.2%}"
+SEARCH_CUT = "its search was cut short, and with more time may find less"
+column = partial(Column, missing=UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +102,31 @@ class Curve:
         Raises:
             PlannerError: matplotlib is not installed.
         """
-        return plot_curve(self)
+        figure = create_figure()
+        axes = figure.add_subplot()
+        parts = (self,) if self.without is None else (self.without, self)
+        scale, unit = choose_size_unit(max(p.budget_bytes for part in parts for p in part.points))
+        for part, color in zip(parts, (COLORS["ours"], COLORS["blocks"]), strict=False):
+            bounded = [(p.budget_bytes / scale, 100 * o) for p in part.points if (o := part.overhead(p.bound_s)) is not None]
+            solved = [(p.budget_bytes / scale, 100 * o) for p in part.points if (o := part.overhead(p.time_s)) is not None]
+            kind = f" with {', '.join(part.options)}" if part.options else ""
+            if bounded:
+                xs, ys = zip(*bounded, strict=True)
+                # A bound holds at all smaller budgets: between two points, that of the larger one holds.
+                label = f"proved impossible in this order{kind}"
+                axes.fill_between(xs, ys, step="pre", color=color if part.options else "0.6", alpha=0.3, linewidth=0, label=label)
+            if solved:
+                xs, ys = zip(*solved, strict=True)
+                # A schedule fits all larger budgets: between two points, that of the smaller one holds.
+                axes.step(xs, ys, where="post", color=color, marker="o", markersize=5, linewidth=2, label=f"remat-planner{kind}")
+        for i, budget in enumerate(p.budget_bytes / scale for p in self.points if p.status == "infeasible"):
+            axes.axvline(budget, color=COLORS["budget"], linestyle=":", linewidth=1.2, label=None if i else "infeasible")
+        axes.set(xlabel=f"budget ({self.memory}) in {unit}", ylabel="overhead in %")
+        axes.margins(x=0.02)
+        scale_y_axis(axes, [100 * o for part in parts for p in part.points if (o := part.overhead(p.time_s)) is not None])
+        set_title(axes, self.name)
+        add_legend(figure, axes)
+        return figure
 
     def overhead(self, time_s: float | None) -> float | None:
         """Return `time_s` as an overhead over the step without recomputation; None if it is unknown."""
@@ -155,122 +170,73 @@ def read_curve(path: Path) -> tuple[CurveRow, ...]:
     return tuple(sorted(rows, key=lambda row: (row.options, row.budget_bytes)))
 
 
-def solve_curve(
-    graph: Graph,
-    budgets: int | Sequence[str | int] = 10,
-    settings: StudySettings = _DEFAULTS,
-    *,
-    solver: str = "windows",
-    reorder: bool | None = None,
-    on_activity: Callable[[str], object] = ignore,
-    should_stop: Callable[[], bool] = return_false,
-) -> Curve:
-    """Solve `graph` at several budgets.
-
-    A schedule for one budget serves all larger ones, a bound at one holds at all smaller ones, and so
-    does a proof that nothing fits; a budget that is settled by the others is not solved.
-
-    Args:
-        budgets: number of budgets, evenly spaced from the least feasible one to the bytes of plain eager PyTorch; or the budgets
-            themselves, in bytes or as text (``8GB``, ``60%`` of the latter).
-        settings: settings of all solves, with time limits for each budget and for all. Every budget is solved for a short time
-            first, and those with a gap again for longer, until the time is over. With options, the budgets are solved without
-            them too, and the better schedule counts.
-        solver: a name in ``planner.solvers.registry``.
-        reorder: True: in the best order of the ops that is found; False: in program order; None: with the solver ``windows`` in
-            the best order if its peak is lower. All budgets are solved in the same order.
-        should_stop: polled; once True, the results so far are returned.
-
-    Raises:
-        BudgetError: a budget cannot be read, or there is none.
-        PlannerError: no such solver, or it takes no options; settings out of range, a solve failed, or its process was lost.
-    """
-    get_solver(solver)
-    clock, options = WallClock(settings.total_time_limit_s), settings.options
-    how = _How(settings, solver, reorder, on_activity, should_stop)
-    program = apply_options(graph, ())
-    options.check_solver(solver)
-    if not options.names:
-        return _solve_curve(program, budgets, how, clock)
-    found = _solve_curve(options.apply(graph), budgets, how, clock.start_part(_WITH_OPTIONS * clock.limit))
-    again = tuple(point.budget_bytes for point in found.points)
-    without = _solve_curve(program, again, how, clock.start_part(measure_rest(clock)), finds_least=isinstance(budgets, int))
-    points = tuple(_choose_better(*pair, settings.tolerance) for pair in zip(found.points, without.points, strict=True))
-    return replace(found, points=points, options=options.names, without=without, seconds=clock.seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class _How:
-    """The arguments of ``solve_curve``, except the graph and the budgets."""
-
-    settings: StudySettings
-    solver: str
-    reorder: bool | None
-    on_activity: Callable[[str], object]
-    should_stop: Callable[[], bool]
-
-
-def _solve_curve(
-    graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: Clock, *, finds_least: bool = False
-) -> Curve:
-    """Return the curve of a graph whose options are applied already; see ``solve_curve``.
-
-    Args:
-        finds_least: True to look for the least feasible budget where budgets are given, too.
-    """
-    memory = choose_memory(graph, how.settings.memory)
-    whole_bytes = predict_eager_bytes(graph, memory)
-    how.on_activity("looking for an order of the ops that needs less memory")
-    order = order_for(graph, how.solver, reorder=how.reorder, clock=clock.start_part(_ORDER_SHARE * clock.limit))
-    known = Frontier(order, how.settings.tolerance, memory)
-    least: LeastBudget | None = None
-    if isinstance(budgets, int):
-        if budgets < 1:
-            raise BudgetError(f"{budgets} budgets were asked for: must be at least 1")
-        least = _find_least(known, how, clock.start_part(_LEAST_SHARE * clock.limit))
-        wanted = divide_evenly(least.found_bytes, max(least.found_bytes, whole_bytes), budgets)
-    else:
-        wanted = tuple(sorted({read_budget(budget).resolve(whole_bytes) for budget in budgets}))
-        if not wanted:
-            raise BudgetError("there is no budget to solve for: name at least one")
-        if finds_least:
-            least = _find_least(known, how, clock.start_part(_LEAST_SHARE * clock.limit))
-    plan = Turns(
-        known, wanted, clock=clock, time_limit_s=how.settings.time_limit_s, jobs=how.settings.jobs, on_activity=how.on_activity
-    )
-    plan.run(how.should_stop, solver=how.solver, cluster=how.settings.cluster)
-    points, finished = tuple(map(plan.get_point, wanted)), plan.finished
-    if least is None and any(point.schedule is None for point in points):
-        least = _find_least(known, how, clock.start_part(measure_rest(clock)))
-    return Curve(
-        summarize(graph),
-        memory,
-        whole_bytes,
-        points,
-        least,
-        finished,
-        order.changed,
-        name=str(graph.provenance.get("model", "")),
-        seconds=clock.seconds,
+def list_reserved_columns(rows: Sequence[CurveRow] | Sequence[LargestSize], memory: CountedMemory | None) -> list[Column]:
+    """Return the column of reserved bytes, if any row has them (on CUDA); `memory` None stands for the default there."""
+    return (
+        [column((memory or CountedMemory.RESERVED).taken, "reserved_bytes")]
+        if any(row.reserved_bytes is not None for row in rows)
+        else []
     )
 
 
-def _find_least(known: Frontier, how: _How, clock: Clock) -> LeastBudget:
-    """Return the least budget of the graph that is found before the limit, and add its schedule to what is known."""
-    how.on_activity("looking for the least feasible budget")
-    graph, reorders = known.order.source, how.reorder is not False
-    least = find_least_budget(
-        graph, known.memory, reorders=reorders, should_stop=lambda: measure_rest(clock) <= 0 or how.should_stop()
-    )
-    known.learn_least(least)
-    return least
+def describe_curve(curve: Curve) -> str:
+    """Return the curve as text: a row per budget, and the least budget; for a graph with options, first without them."""
+    if curve.without is None:
+        return _describe_part(curve)
+    parts = ("recomputing only", _describe_part(curve.without), "", f"with {', '.join(curve.options)}", _describe_part(curve))
+    return "\n".join(parts)
 
 
-def _choose_better(point: Point, other: Point, tolerance: float) -> Point:
-    """Return `point` with the schedule of `other`, which uses fewer options, if that is faster."""
-    if other.time_s is None or point.bound_s is None or (point.time_s is not None and point.time_s <= other.time_s):
-        return point
-    status = decide_status(other.time_s, point.bound_s, tolerance)
-    ended = point.ended if status is Status.FEASIBLE else None
-    better = select_attributes(other, "schedule", "peak_bytes", "time_s", "reserved_bytes")
-    return replace(point, status=status, ended=ended, **better)
+def _describe_part(curve: Curve) -> str:
+    columns: list[Column | str] = [
+        Column("budget", "budget_bytes", format_enough),
+        column("% of eager", "budget_share", format_ratio),
+        column("overhead", form=PERCENT),
+        column("bound", "bound_overhead", PERCENT),
+        column("gap", form=PERCENT),
+        *list_reserved_columns(curve.rows, curve.memory),
+        column("seconds", form="{:.2f}"),
+        "status",
+    ]
+    header, *rows = build_lines(curve.rows, columns)
+    said = (*_describe_memory(curve), *_describe_least(curve), *_describe_gaps(curve), *_describe_seconds(curve))
+    return "\n".join((format_table(header, rows, numbers=len(header) - 1), *said))
+
+
+def _describe_memory(curve: Curve) -> list[str]:
+    """Return the line on the kind of memory that budgets count; none if only allocated bytes can be counted."""
+    if all(row.reserved_bytes is None for row in curve.rows) and curve.memory is CountedMemory.ALLOCATED:
+        return []
+    return [f"budgets count {curve.memory.said}, of which eager PyTorch takes {format_bytes(curve.eager_bytes)}"]
+
+
+def _describe_least(curve: Curve) -> list[str]:
+    least = curve.least
+    if least is None:
+        return []
+    if least.exact:
+        return [f"least feasible budget: {format_enough(least.found_bytes)}, proved for {_ORDERS}"]
+    proved, found = format_bytes(least.proved_bytes), format_enough(least.found_bytes)
+    cut = f"; {SEARCH_CUT}" if least.stopped else ""
+    return [f"least feasible budget: between {proved} (proved for {_ORDERS}) and {found}{cut}"]
+
+
+def _describe_gaps(curve: Curve) -> list[str]:
+    """Return lines that list the budgets that are not solved to optimality, with the reasons."""
+    lines = []
+    for status, said in _OPEN.items():
+        for ended in (None, *Ending):
+            budgets = [format_enough(p.budget_bytes) for p in curve.points if (p.status, p.ended) == (status, ended)]
+            why = f": {describe_ending(ended)}" if ended else ""
+            lines += [f"{said}: {', '.join(budgets)}{why}"] if budgets else []
+    short = any(point.status in _OPEN and point.ended in (None, Ending.LIMIT) for point in curve.points)
+    return [*lines, *(["raise --total-time-limit or --time-limit (time_limit_s in Python) for these"] if short else [])]
+
+
+def _describe_seconds(curve: Curve) -> list[str]:
+    lines = []
+    if not curve.complete:
+        lines.append("stopped before every budget was solved: the rest follows from those that were")
+    elif any(point.seconds is None for point in curve.points):
+        lines.append(f"seconds {UNKNOWN}: not solved, because the results at other budgets decide it")
+    return [*lines, f"took {format_seconds(curve.seconds)} in all"]

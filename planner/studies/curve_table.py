@@ -7,8 +7,7 @@ from planner.graphs.escape import escape_text
 from planner.graphs.units import format_bytes, format_ratio
 from planner.plans.select_attributes import select_attributes
 from planner.show.views.text import format_table
-from planner.studies.curve import Curve
-from planner.studies.curve_text import PERCENT, column, list_reserved_columns
+from planner.studies.curve import PERCENT, Curve, column, list_reserved_columns
 from planner.studies.sizes import LargestSize, Wanted
 from planner.studies.tables import Column, build_lines
 

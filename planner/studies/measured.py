@@ -88,7 +88,7 @@ class Benchmark:
         hidden_bytes = count_hidden_pool_bytes(self._device)
         try:
             step = method.prepare(model, loss_fn)
-            measured = self._check(method.name, step, hidden_bytes)
+            measured = self._measure_step(method.name, step, hidden_bytes)
         except Exception as error:  # noqa: BLE001 (whatever stops one method, the others are measured)
             said = first_line(error) if isinstance(error, PlannerError) else typed_line(error)
             return Measured(method.name, error=said, applies=not isinstance(error, InapplicableError))
@@ -107,7 +107,7 @@ class Benchmark:
             steps = {name: measure.Isolated(self._steps[name], model, batch) for name in names}
             return measure.turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
 
-    def _check(self, name: str, step: Step, hidden_bytes: int) -> Measured:
+    def _measure_step(self, name: str, step: Step, hidden_bytes: int) -> Measured:
         """Measure `step`; `hidden_bytes` were in pools of CUDA graphs before it was prepared."""
         model, _, batch = self._workload
         reference = self._reference

@@ -443,10 +443,10 @@ def break_graphs_in_loops_where(wanted: Callable[[InstructionTranslatorBase], bo
 
     Its code is valid either way. Each iteration is a capture, so that what is left of long loops is left out.
     """
-    wrap_for_good(InstructionTranslatorBase, "maybe_has_backedge", partial(_is_left_out, wanted, WeakKeyDictionary()))
+    wrap_for_good(InstructionTranslatorBase, "maybe_has_backedge", partial(_leave_out, wanted, WeakKeyDictionary()))
 
 
-def _is_left_out(
+def _leave_out(
     wanted: Callable[[Any], bool], captures: WeakKeyDictionary[CodeType, int], is_in_loop: Callable[[Any], bool], tx: Any
 ) -> bool:
     if not is_in_loop(tx) or not wanted(tx):

@@ -94,7 +94,7 @@ def run(search: Search) -> None:
             commitments.program.closed = search.clock.counts_work
             parts = [stack.enter_context(_search_in_background(part)) for part in make_option_parts(search, commitments)]
             _bound_and_commit(search, commitments, nice=LAST if goes_last(search) else 0)
-            wait_for(search, parts, lambda: search.stopping.is_solved() or search.stopping.is_stopped())
+            wait_for(search, parts, lambda: search.stopping.is_solved() or search.stopping.poll_stop())
 
 
 def run_alone(search: Search) -> None:
@@ -125,7 +125,7 @@ def _run_stages(search: Search, threads: list[BackgroundThread]) -> None:
         # A million states may take a gigabyte, and those in the background may end the solve before.
         if stage.last:
             wait_for(search, threads, stopping.is_enough)
-        if stopping.is_solved() or stopping.is_stopped():
+        if stopping.is_solved() or stopping.poll_stop():
             break
         improves |= stage.improves
         limit = stage.limit(search)
@@ -137,7 +137,7 @@ def _run_stages(search: Search, threads: list[BackgroundThread]) -> None:
         if stage.in_background:
             threads.append(start_in_background(search, partial(strategy.step, limit)))
         else:
-            while strategy.step(limit) and stage.repeated and not (stopping.is_solved() or stopping.is_stopped()):
+            while strategy.step(limit) and stage.repeated and not (stopping.is_solved() or stopping.poll_stop()):
                 limit *= search.params.bound.longer
     if improves:
         wait_for(search, threads, stopping.is_enough)
@@ -154,21 +154,21 @@ def _bound_and_commit(search: Search, commitments: Commitments, *, nice: int = 0
         with _halt_on_error(
             search, start_in_background(search, lambda: _bound_and_commit(search, commitments), nice=nice)
         ) as bounding:
-            wait_for(search, [bounding], stopping.is_stopped)
+            wait_for(search, [bounding], stopping.poll_stop)
         return
     branches = Branches(search)
     commitments.add_simple()
     with _halt_on_error(search, start_in_background(search, lambda: _commit(search, commitments, branches))) as committing:
         while branches.step(inf):
             pass
-        wait_for(search, [committing], lambda: stopping.is_solved() or stopping.is_stopped())
+        wait_for(search, [committing], lambda: stopping.is_solved() or stopping.poll_stop())
 
 
 def _commit(search: Search, commitments: Commitments, orders: Orders) -> None:
     """Solve the plain graphs of commitments; solves that take longer run in another process, in parallel with the bound."""
     for sub in commitments.generate_searches(orders, until=turn_of(search, 1)):
         run_plain(sub)
-    if search.stopping.is_solved() or search.stopping.is_stopped():
+    if search.stopping.is_solved() or search.stopping.poll_stop():
         return
     function = partial(_commit_in_process, known=commitments.all)
     process = start_process(search, search.problem.whole, function, params=search.params)

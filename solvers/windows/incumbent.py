@@ -108,7 +108,7 @@ class Incumbent:
             better = self.fits(trial) and not self._closed and (self.best is None or self._is_better(trial, self.best))
             if better:
                 self.best = trial
-                self._check_bound()
+                self._refute_bound()
                 self._progress.note(trial, self.bound_s)
         if better:
             self._progress.tell()
@@ -146,7 +146,7 @@ class Incumbent:
             higher = math.isfinite(bound_s) and bound_s > self.bound_s and not self.failure
             if higher:
                 self.bound_s = bound_s
-                self._check_bound()
+                self._refute_bound()
                 self._progress.note(self.best, self.bound_s)
         if higher:
             self._progress.tell()
@@ -168,7 +168,7 @@ class Incumbent:
     def _compute_work_s(self, trial: Trial) -> float:
         return math.fsum(map(self._problem.get_seconds, trial.order.computed))
 
-    def _check_bound(self) -> None:
+    def _refute_bound(self) -> None:
         """Fail if a schedule refutes the bound, and reset the bound."""
         if self.best is not None and self.best.time_s < self.bound_s * (1 - self._arithmetic):
             self.fail(

@@ -136,7 +136,7 @@ def search_of_part(
     def stop() -> bool:
         ended = on_poll(part.incumbent.best)
         whole.progress.tell(f"{described}: {part.progress.activity}")
-        if ended or whole.stopping.is_stopped() or whole.stopping.is_solved():
+        if ended or whole.stopping.poll_stop() or whole.stopping.is_solved():
             return True
         return part.incumbent.bound_s >= whole.incumbent.best_s
 
@@ -223,7 +223,7 @@ class Part:
         """Receive the schedules of its process, until it ends or should end; return False if the process died."""
         whole = self.whole
         clock, sent_s = whole.clock.start_part(whole.clock.limit), np.inf
-        while not (self._note(self.best, clock) or whole.stopping.is_stopped() or whole.stopping.is_solved()):
+        while not (self._note(self.best, clock) or whole.stopping.poll_stop() or whole.stopping.is_solved()):
             if whole.incumbent.best_s < sent_s:
                 sent_s = whole.incumbent.best_s
                 process.send(sent_s)
@@ -255,7 +255,7 @@ class Part:
     def _is_useless(self) -> bool:
         clock, stopping = self.whole.clock, self.whole.stopping
         is_late = not clock.counts_work and measure_rest(clock) <= 0
-        return is_late or stopping.is_interrupted() or stopping.halted or stopping.is_satisfied()
+        return is_late or stopping.is_interrupted() or stopping.halted or stopping.poll_satisfied()
 
     def end(self) -> None:
         """Stop its search."""

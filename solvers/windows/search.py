@@ -116,5 +116,5 @@ class Search:
 
     def _prune(self, trial: Trial, discretization: Discretization | None = None) -> Trial:
         """Return `trial` without unnecessary recomputations."""
-        should_stop = self.stopping.count_polls(WORK_PER_EXECUTION * len(trial.order.computed), self.stopping.is_stopped)
+        should_stop = self.stopping.count_polls(WORK_PER_EXECUTION * len(trial.order.computed), self.stopping.poll_stop)
         return prune(self.problem, trial, discretization, self.budget_bytes, should_stop)

@@ -42,8 +42,8 @@ class StoppingRule:
         """End the solve."""
         self._halted = True
 
-    def is_stopped(self) -> bool:
-        """Return True if the caller, a failure or the clock ends the solve."""
+    def poll_stop(self) -> bool:
+        """Return True if the caller, a failure or the clock ends the solve; a request of the caller holds for all threads."""
         if self.is_interrupted():
             self._halted = True
         return self.halted or measure_rest(self._clock) <= 0
@@ -64,8 +64,8 @@ class StoppingRule:
         """Return the least tolerance so far that the gap is within; the current one if there is none."""
         return self._request.tolerance.compute_settled(self._clock.now, self._is_within)
 
-    def is_satisfied(self) -> bool:
-        """Return True if the solve has also had time to improve beyond the tolerance.
+    def poll_satisfied(self) -> bool:
+        """Return True if the solve has also had time to improve beyond the tolerance, since it was first found solved.
 
         Schedules are often within the tolerance long before they stop improving, and the rest is cheap: half as long again, or a
         moment. If the tolerance has widened to the gap, the time before the widening does not count.
@@ -85,7 +85,7 @@ class StoppingRule:
 
     def is_enough(self) -> bool:
         """Return True if better schedules need not be searched."""
-        return self.is_stopped() or self.is_satisfied()
+        return self.poll_stop() or self.poll_satisfied()
 
     def make_enough_after(self, limit: float) -> Callable[[], bool]:
         """Return a function that is True if better schedules need not be searched, or after `limit` of the clock from now on."""

@@ -11,8 +11,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from planner.capture.frontend import later_calls
-from planner.capture.frontend.later_calls import is_metric
+from planner.capture.guards import later_calls
+from planner.capture.guards.later_calls import is_metric
 from planner.graphs.errors import PlannerError, TraceError
 from planner.lightning import PlannedTraining
 from planner.plans.record import plan_line

@@ -60,13 +60,13 @@ def search_at(gap: float, tolerance: float | Tolerance) -> Search:
 def test_a_search_is_solved_when_the_tolerance_comes_to_its_gap() -> None:
     search = search_at(0.004, WIDENING)
     search.clock.spend(19.9)
-    assert not search.stopping.is_solved() and not search.stopping.is_satisfied()
+    assert not search.stopping.is_solved() and not search.stopping.poll_satisfied()
     assert search.stopping.compute_settled() == 0.001
     search.clock.spend(0.2)
-    assert search.stopping.is_solved() and not search.stopping.is_satisfied()
+    assert search.stopping.is_solved() and not search.stopping.poll_satisfied()
     assert search.stopping.compute_settled() == 0.005
     search.clock.spend(0.9)  # no more than a moment for better: it has had 20 seconds
-    assert search.stopping.is_satisfied()
+    assert search.stopping.poll_satisfied()
     search.clock.spend(109.0)
     assert search.stopping.compute_settled() == 0.005
 
@@ -75,11 +75,11 @@ def test_a_search_within_its_tolerance_goes_on_for_half_as_long() -> None:
     for tolerance in (0.005, Tolerance(((0.0, 0.005), (1000.0, 0.1)))):
         search = search_at(0.004, tolerance)
         search.clock.spend(100.0)
-        assert not search.stopping.is_satisfied()
+        assert not search.stopping.poll_satisfied()
         search.clock.spend(49.0)
-        assert not search.stopping.is_satisfied()
+        assert not search.stopping.poll_satisfied()
         search.clock.spend(2.0)
-        assert search.stopping.is_satisfied()
+        assert search.stopping.poll_satisfied()
 
 
 def test_result_records_the_accepted_tolerance() -> None:

@@ -19,9 +19,9 @@ from torch import fx, nn
 from torch.distributions import Distribution
 
 from planner.capture.frontend.replaced_calls import ignore_context
-from planner.capture.frontend.source_lines import find_current_line, format_location, format_node
 from planner.capture.guards.names import make_readable
 from planner.capture.rewrites.outputs import get_storage, is_same_layout, list_tensors
+from planner.capture.source_lines import find_current_line, format_location, format_node
 from planner.graphs.errors import TraceError
 from planner.graphs.short_tracebacks import warn_caller
 from planner.torch_private import capture as private

@@ -23,8 +23,9 @@ import torch
 from torch import fx
 
 from planner.capture.frontend.python_state import make_restore_items
-from planner.capture.frontend.source_lines import is_our_code
+from planner.capture.guards.later_calls import Scratch
 from planner.capture.guards.names import Scope, build_accessor, is_of_torch, make_readable
+from planner.capture.source_lines import is_our_code
 from planner.graphs.errors import TraceError
 from planner.graphs.short_tracebacks import warn_caller
 from planner.torch_private.capture import RemovableHandleVariable, SideEffects, get_constant_key, get_source_name
@@ -95,10 +96,6 @@ class Effect:
         """Set the value, as the step does."""
         assert self.attribute is not None
         setattr(_find_owner(self, local, scope), self.attribute, value)
-
-
-class Scratch:
-    """Base class of objects that a front end lets a step fill and reads after it: what the step sets there is no effect."""
 
 
 class UnsettledError(Exception):

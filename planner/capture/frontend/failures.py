@@ -10,7 +10,9 @@ import torch
 from planner.capture.frontend.fake_execution import run_on_fakes
 from planner.capture.frontend.module_hooks import HOOK_REFUSAL
 from planner.capture.frontend.preserved_state import may_advance_iterators, preserve_training_state
-from planner.capture.frontend.source_lines import (
+from planner.capture.guards.branches import DataBranches
+from planner.capture.signature import Batch, call, list_leaves
+from planner.capture.source_lines import (
     GRAPH_BREAK_ADVICE,
     ITERATOR_REFUSAL,
     find_raising_line,
@@ -18,8 +20,6 @@ from planner.capture.frontend.source_lines import (
     format_location,
     is_our_code,
 )
-from planner.capture.guards.branches import DataBranches
-from planner.capture.signature import Batch, call, list_leaves
 from planner.capture.step import TrainingStep
 from planner.graphs.errors import PlannerError, TraceError, first_line, is_handled_by_a_caller, typed_line
 from planner.torch_private.capture import FOLLOWS_COPIES, TorchDynamoException

@@ -20,9 +20,9 @@ from torch.utils.hooks import BackwardHook
 
 from planner.capture.frontend.later_values import LaterValues
 from planner.capture.frontend.rebuilt_values import Find, build_finder
-from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_current_line, format_location
 from planner.capture.guards.names import Scope
 from planner.capture.rewrites.hook_calls import CALL_HOOK, HOOK, GradientHook
+from planner.capture.source_lines import GRAPH_BREAK_ADVICE, find_current_line, format_location
 from planner.graphs.errors import TraceError
 from planner.torch_private import capture as private
 from planner.torch_private.core import list_backward_pre_hooks, list_full_backward_hooks, pytree

@@ -56,11 +56,6 @@ from planner.capture.frontend.module_hooks import follow_removed_hooks
 from planner.capture.frontend.preserved_state import make_first_call, preserve_state
 from planner.capture.frontend.replaced_calls import replace_calls_where
 from planner.capture.frontend.saved_tensors import remove_saved_tensors_hooks
-from planner.capture.frontend.source_lines import (
-    GRAPH_BREAK_ADVICE,
-    format_node,
-    has_stopped_in_library,
-)
 from planner.capture.frontend.symbolic_numbers import SymbolicNumbers
 from planner.capture.guards.branches import DataBranches, needs_values
 from planner.capture.guards.data_guards import DataGuards
@@ -73,6 +68,11 @@ from planner.capture.rewrites.explicit_generators import get_explicit_generator,
 from planner.capture.rewrites.outputs import EFFECTS, check_writes, drop_tangents_of_writes, find_tangents_of_writes
 from planner.capture.rewrites.sparse_products import decompose_sparse_matrices, hide_sparse_buffers
 from planner.capture.signature import Batch, list_leaves, split_arguments
+from planner.capture.source_lines import (
+    GRAPH_BREAK_ADVICE,
+    format_node,
+    has_stopped_in_library,
+)
 from planner.capture.step import TrainingStep
 from planner.graphs.errors import TraceError, first_line
 from planner.torch_private import capture as private

@@ -30,7 +30,10 @@ from torch import fx, nn
 from planner.capture.frontend.constant_tensors import compute_constant
 from planner.capture.frontend.effects import Effect, list_effects
 from planner.capture.frontend.later_branches import find_try, get_known_name, record_test, record_try
-from planner.capture.frontend.later_calls import (
+from planner.capture.frontend.python_state import is_followed
+from planner.capture.frontend.rebuilt_values import build_finder
+from planner.capture.frontend.symbolic_numbers import NotSymbolicError
+from planner.capture.guards.later_calls import (
     Collector,
     LaterCall,
     Place,
@@ -38,12 +41,9 @@ from planner.capture.frontend.later_calls import (
     ReturnedTensor,
     is_metric,
 )
-from planner.capture.frontend.python_state import is_followed
-from planner.capture.frontend.rebuilt_values import build_finder
-from planner.capture.frontend.source_lines import find_current_line, format_location
-from planner.capture.frontend.symbolic_numbers import NotSymbolicError
 from planner.capture.guards.names import build_accessor
 from planner.capture.signature import RETURNED, build_wrong_result
+from planner.capture.source_lines import find_current_line, format_location
 from planner.graphs.errors import TraceError
 from planner.graphs.walks import walk
 from planner.torch_private import capture as private

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from planner.capture.frontend.dynamo_patches import EndOfCapture
-from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_current_line, format_location
+from planner.capture.source_lines import GRAPH_BREAK_ADVICE, find_current_line, format_location
 from planner.graphs.errors import TraceError
 from planner.torch_private import capture as private
 from planner.torch_private.patches import wrap

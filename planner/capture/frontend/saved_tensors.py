@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture.frontend.preserved_state import has_same_values
 from planner.capture.frontend.rebuilt_values import build_finder
-from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_current_line, format_location
+from planner.capture.source_lines import GRAPH_BREAK_ADVICE, find_current_line, format_location
 from planner.graphs.errors import TraceError, typed_line
 from planner.graphs.short_tracebacks import warn_caller
 from planner.torch_private import capture as private

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.frontend.source_lines import find_current_line, format_location, format_node
 from planner.capture.rewrites.outputs import call_before, get_fake
+from planner.capture.source_lines import find_current_line, format_location, format_node
 from planner.torch_private.capture import InstructionTranslatorBase, VariableTracker
 from planner.torch_private.core import assert_async
 

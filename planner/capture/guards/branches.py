@@ -22,7 +22,6 @@ import sympy
 import torch
 from torch import fx, nn
 
-from planner.capture.frontend.source_lines import branch_refusal, find_current_line, find_traced_line
 from planner.capture.guards.assertions import (
     NOT_FINITE,
     UNLIKELY_DRAW,
@@ -37,6 +36,7 @@ from planner.capture.guards.data_guards import DataGuards, GuardWriter, number
 from planner.capture.guards.next_steps import check_next_steps
 from planner.capture.rewrites.outputs import ASSERTIONS, list_tensors
 from planner.capture.signature import Batch, list_leaves
+from planner.capture.source_lines import branch_refusal, find_current_line, find_traced_line
 from planner.graphs.errors import TraceError
 from planner.torch_private import capture as private
 from planner.torch_private.core import (
@@ -258,7 +258,7 @@ class DataBranches:
     def _run(self, run: Callable[..., Any], tracer: Any, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Execute one node of Dynamo's graph on fake tensors, with concrete numbers where it makes tensors of them."""
         symbolic: list[Any] = []
-        numbers = fx.node.map_aggregate((args, kwargs), partial(self._find_number, symbolic))  # also those in slices
+        numbers = fx.node.map_aggregate((args, kwargs), partial(self._record_number, symbolic))  # also those in slices
         if symbolic and all(self._values.number(leaf) is not None for leaf in symbolic):
             result = run(*numbers)
             if list_tensors(result):
@@ -272,7 +272,7 @@ class DataBranches:
             return answer
         return result
 
-    def _find_number(self, symbolic: list[Any], leaf: Any) -> Any:
+    def _record_number(self, symbolic: list[Any], leaf: Any) -> Any:
         """Return the value of a symbolic number, which is added to `symbolic`; other leaves as they are."""
         if not isinstance(leaf, SYMBOLIC):
             return leaf

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_current_line, format_location
+from planner.capture.source_lines import GRAPH_BREAK_ADVICE, find_current_line, format_location
 from planner.graphs.errors import TraceError
 from planner.torch_private.core import (
     FakeTensor,

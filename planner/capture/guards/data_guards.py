@@ -15,11 +15,11 @@ import torch
 from torch import fx, nn
 from torch.utils.flop_counter import flop_registry
 
-from planner.capture.frontend.source_lines import branch_refusal, find_traced_line, format_location
 from planner.capture.guards.concrete_values import compare_uniform, find_size_inputs, is_uniform
 from planner.capture.program.program import Program, Source
 from planner.capture.rewrites.outputs import get_fake, is_random, list_tensors
 from planner.capture.signature import Batch, list_leaves
+from planner.capture.source_lines import branch_refusal, find_traced_line, format_location
 from planner.graphs.errors import MismatchError, NumberMismatchError, TraceError
 from planner.graphs.ir import Kind
 from planner.graphs.walks import walk

@@ -5,10 +5,10 @@ from contextlib import suppress
 import torch
 from torch import fx, nn
 
-from planner.capture.frontend.source_lines import format_location
 from planner.capture.guards.data_guards import DataGuards, GuardWriter
 from planner.capture.rewrites.outputs import list_outputs
 from planner.capture.signature import Batch, list_leaves
+from planner.capture.source_lines import format_location
 from planner.graphs.errors import MismatchError, TraceError
 from planner.graphs.ir import Kind
 from planner.torch_private.capture import BufferAOTInput, InputMutationAOTOutput

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from planner.capture.frontend.later_calls import LaterCall, make_calls
-from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, ITERATOR_REFUSAL
+from planner.capture.guards.later_calls import LaterCall, make_calls
 from planner.capture.guards.messages import explain, get_code, is_failing, is_followed_value, is_mode
 from planner.capture.guards.names import Scope, build_accessor, is_of_torch, make_readable
 from planner.capture.guards.replaced_names import Frames, Replaceable, find_replaceable, needs_layout
@@ -34,6 +33,7 @@ from planner.capture.guards.stored_values import StoredValues, divide_guards
 from planner.capture.program.numbers import StepNumbers
 from planner.capture.rewrites.sparse_products import get_part_addresses, is_sparse
 from planner.capture.signature import Batch, split_arguments
+from planner.capture.source_lines import GRAPH_BREAK_ADVICE, ITERATOR_REFUSAL
 from planner.graphs.errors import MismatchError, NumberMismatchError, TraceError
 from planner.torch_private import capture as private
 from planner.torch_private.core import (

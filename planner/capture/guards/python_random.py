@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_current_line, find_library_advice, format_location
+from planner.capture.source_lines import GRAPH_BREAK_ADVICE, find_current_line, find_library_advice, format_location
 from planner.graphs.errors import TraceError
 from planner.torch_private.capture import InstructionTranslatorBase, dynamo_misc, dynamo_user_defined
 from planner.torch_private.patches import wrap

@@ -76,14 +76,14 @@ def divide_guards(guards: Iterable[Guard], step: nn.Module) -> tuple[StoredValue
 
 def _depends_on_stored(guard: Guard, places: dict[str, tuple[str, bool, Any]], values: dict[str, object]) -> bool:
     """Return True if a guard passes as long as the same objects are stored; raise LookupError if it reads what is not stored."""
-    kind, value = guard.create_fn_name(), _find(guard.name, places, values)
+    kind, value = guard.create_fn_name(), _collect(guard.name, places, values)
     match kind:
         case "TYPE_MATCH":
             return True
         case "TENSOR_MATCH":
             return type(value) in _TENSORS
         case "DUPLICATE_INPUT":
-            _find(get_other_name(guard) or "", places, values)
+            _collect(get_other_name(guard) or "", places, values)
             return True
         case "NOT_PRESENT_IN_GENERIC_DICT":
             return _is_object(value)
@@ -96,7 +96,7 @@ def _depends_on_stored(guard: Guard, places: dict[str, tuple[str, bool, Any]], v
     return (kind in _OF_CONSTANTS and is_constant(value)) or (kind in _OF_DICTS and type(value) is dict)
 
 
-def _find(name: str, places: dict[str, tuple[str, bool, Any]], values: dict[str, object]) -> object:
+def _collect(name: str, places: dict[str, tuple[str, bool, Any]], values: dict[str, object]) -> object:
     """Return the value called `name`, and add it and what holds it to `places` and `values`; raise LookupError if none is."""
     if name in values:
         return values[name]
@@ -105,7 +105,7 @@ def _find(name: str, places: dict[str, tuple[str, bool, Any]], values: dict[str,
     holder, attribute, key, index = found.groups()
     is_item = attribute is None
     place = (holder, is_item, int(index) if index else key if is_item else attribute)
-    value = _read(_find(holder, places, values), place[2], is_item=is_item)
+    value = _read(_collect(holder, places, values), place[2], is_item=is_item)
     if not (is_constant(value) or type(value) in (*_TENSORS, *_CONTAINERS) or _is_object(value)):
         raise LookupError(name)
     places[name], values[name] = place, value

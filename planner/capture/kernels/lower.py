@@ -149,7 +149,7 @@ class _KernelLowering:
         for name, value in half.constants.items():
             known_as = f"{phase}_{name}"
             self.constants[known_as] = value
-            constants[name] = self._get_static(self.statics.add(Kind.CONSTANT, known_as, value))
+            constants[name] = self._add_static(self.statics.add(Kind.CONSTANT, known_as, value))
         return self.wrapper.read(half.source, half.namespace, inputs, constants, phase)
 
     def _lower_input(self, desc: private.AOTInput | None) -> Argument | None:
@@ -157,10 +157,10 @@ class _KernelLowering:
         if desc not in self.inputs:
             return None
         if isinstance(desc, private.TangentAOTInput):
-            return self._get_static(self.statics.add_tangent(self.inputs[desc]))
-        return self._get_static(self.statics.find(desc))
+            return self._add_static(self.statics.add_tangent(self.inputs[desc]))
+        return self._add_static(self.statics.find(desc))
 
-    def _get_static(self, tensor: int) -> Ref:
+    def _add_static(self, tensor: int) -> Ref:
         if tensor not in self.known:
             self.known[tensor] = self.wrapper.add_value(Value())
             self.static[self.known[tensor].tensor] = tensor
@@ -173,7 +173,7 @@ class _KernelLowering:
 
     def _write_back(self, desc: private.AOTInput, value: Argument) -> None:
         """Add the write of a new value to an input that the step changes."""
-        target = self._get_static(self.statics.find(desc))
+        target = self._add_static(self.statics.find(desc))
         write, read = Statement(Call("copy_", (target, value))), {target.tensor, *read_by(value)}
         self.wrapper.launches.append(Launch("aten.copy_.default", Phase.FORWARD, [write], reads=read, writes={target.tensor}))
 

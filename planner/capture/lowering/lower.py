@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.frontend.source_lines import format_module_path, format_node
 from planner.capture.guards.data_guards import DataGuards
 from planner.capture.guards.python_guards import PythonGuards
 from planner.capture.lowering.references import References
@@ -39,6 +38,7 @@ from planner.capture.rewrites.outputs import (
     list_outputs,
 )
 from planner.capture.signature import Signature
+from planner.capture.source_lines import format_module_path, format_node
 from planner.graphs.errors import TraceError
 from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
 from planner.torch_private.capture import GradAOTOutput, TangentAOTInput

@@ -12,12 +12,12 @@ import torch
 from torch import fx
 
 from planner.capture.frontend.eager_ops import get_callable
-from planner.capture.frontend.source_lines import format_node
 from planner.capture.program.program import Argument, Call, Path, Statement
 from planner.capture.rewrites.batch_norms import build_without_statistics, find_ignored_inputs
 from planner.capture.rewrites.hook_calls import HOOK
 from planner.capture.rewrites.layouts import allocate_with_strides, copy_with_strides, find_in_place_random_op, read_strides
 from planner.capture.rewrites.reproducible_random import find_function_with_generator
+from planner.capture.source_lines import format_node
 from planner.graphs.errors import TraceError
 
 

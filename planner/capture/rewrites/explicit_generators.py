@@ -48,7 +48,7 @@ def _leave_out_generator(
     found: dict[str, torch.Generator], call: Callable[..., Any], variable: Any, tx: InstructionTranslatorBase, *args: Any
 ) -> Any:
     *first, kwargs = args
-    generator = _find_generator(kwargs.get("generator"), found)
+    generator = _record_generator(kwargs.get("generator"), found)
     if generator is None:
         return call(variable, tx, *args)
     graph = tx.output.current_tracer.graph
@@ -60,7 +60,7 @@ def _leave_out_generator(
     return result
 
 
-def _find_generator(variable: Any, found: dict[str, torch.Generator]) -> torch.Generator | None:
+def _record_generator(variable: Any, found: dict[str, torch.Generator]) -> torch.Generator | None:
     """Return the generator that a variable of the user's code is; None for other values."""
     if variable is None:
         return None

@@ -19,9 +19,9 @@ from torch import fx
 
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.random_ops import execute_random_ops_once
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.capture.replay import collect_static, collect_written_tensors
-from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.graphs.errors import MismatchError, PlannerError, TraceError

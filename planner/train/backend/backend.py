@@ -30,6 +30,7 @@ from planner.capture.rewrites.outputs import CHECKS
 from planner.graphs.errors import PlannerError, TraceError
 from planner.graphs.ir import Graph
 from planner.graphs.short_tracebacks import shorten_traceback, warn_caller
+from planner.measure.smaller_batch import is_sure_to_fit
 from planner.progress import Stage, Stages
 from planner.settings.budget import Share
 from planner.settings.devices import DEVICES, DeviceSpec, find_device, get_device
@@ -42,13 +43,13 @@ from planner.train.backend.joint_capture import capture_joint, rewrite_as_eager
 from planner.train.backend.missing_gradients import leave_out_unread
 from planner.train.backend.model_calls import CALL, call_model
 from planner.train.backend.numpy_functions import warn_of_numpy
+from planner.train.backend.outline import Outline
 from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
 from planner.train.backend.returned_views import take_out_views
 from planner.train.backend.settings import BackendSettings, parse_backend_options
 from planner.train.backend.shared_budget import SharedBudget
 from planner.train.backend.shared_sums import SharedSums
-from planner.train.backend.smaller_batches import Outline, run_smaller
-from planner.train.backend.unplanned_graph import UnplannedGraph
+from planner.train.backend.step_memory import UnplannedGraph
 
 _DOUBLE_BACKWARD = (
     "gradients are computed of the gradients of a model that runs by its plan, and the plan has only the first: compute them "
@@ -92,7 +93,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
 
 def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
     """Compile `module` with eager PyTorch's kernels, run by a schedule that may change between steps."""
-    if (run := run_smaller(module, inputs, budget)) is not None:
+    if (run := _run_smaller(module, inputs, budget)) is not None:
         return run
     planned: list[PlannedGraph] = []
     outline, unplanned_graph = Outline.of(module), UnplannedGraph()
@@ -150,6 +151,31 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
         [_name_placeholder(node) if _count_reads(node) > 1 else "" for node in module.graph.find_nodes(op="placeholder")]
     )
     return _drop_missing_gradients(compiled, planned, budget, sums)
+
+
+def _run_smaller(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any] | None:
+    """Return the function that runs `module` by eager PyTorch; None unless it is one of a smaller batch and sure to fit.
+
+    Dynamo has captured it by then: the same ops in the same order show that the code does the same for fewer rows.
+    """
+    returned = pytree.tree_leaves(module.graph.output_node().args[0])
+    outputs = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in returned]
+    outline = Outline.of(module)
+    for graph in budget.list_alone():
+        captured = graph.captured
+        if (
+            graph.outline is not None
+            and outline.is_smaller(graph.outline)
+            and is_sure_to_fit(
+                captured.graph,
+                captured.program,
+                graph.list_static(inputs, outputs),
+                budget.memory,
+                budget.compute_room_beside(inputs),
+            )
+        ):
+            return budget.run_eagerly(module, graph.device)
+    return None
 
 
 def _build_planner(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[[PlannedGraph], None]:

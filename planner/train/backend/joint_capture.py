@@ -9,13 +9,13 @@ from torch import fx
 
 from planner.capture.frontend.eager_ops import separate_biases
 from planner.capture.lowering.lower import Capture, lower
+from planner.capture.lowering.random_ops import execute_random_ops_once
 from planner.capture.lowering.references import References
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.options.traced import add_traced
 from planner.capture.rewrites.dropout import replace_dropout
 from planner.capture.rewrites.layouts import find_eager_layouts, read_strides, record_eager_layouts
 from planner.capture.rewrites.outputs import check_layouts, get_fake, get_storage, list_outputs, list_tensors, unwrap_checks
-from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Signature
 from planner.graphs.errors import TraceError

@@ -7,7 +7,7 @@ between the inputs and the outputs, beside the graphs, is of code that Dynamo le
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -17,9 +17,6 @@ from planner.graphs.short_tracebacks import warn_caller
 from planner.torch_private.capture import is_compiling_forbidden
 from planner.torch_private.core import list_parts, pytree
 
-if TYPE_CHECKING:
-    from planner.train.backend.shared_budget import SharedBudget
-
 
 @dataclass(slots=True)
 class ModelCall:
@@ -27,13 +24,13 @@ class ModelCall:
 
     Attributes:
         outside: the nodes of autograd that made its inputs.
-        budget: of its planned graphs; None until one has run.
+        count_left_out: takes the nodes behind its results, and `outside`; None until a planned graph has run.
         trains: a graph was captured in it that a backward pass may follow.
     """
 
     model: nn.Module
     outside: frozenset[Any]
-    budget: "SharedBudget | None" = None
+    count_left_out: Callable[[Collection[Any], Collection[Any]], None] | None = None
     trains: bool = False
 
 
@@ -66,8 +63,8 @@ def call_model(model: nn.Module, run: Callable[..., Any], args: tuple[Any, ...],
     finally:
         CALL.reset(token)
     nodes = list(_iterate_nodes(returned))
-    if call.budget is not None:
-        call.budget.count_left_out(nodes, call.outside)
+    if call.count_left_out is not None:
+        call.count_left_out(nodes, call.outside)
     elif model not in _CALLED and not is_compiling_forbidden() and not call.outside.issuperset(nodes):
         _CALLED.add(model)
         if not call.trains:

@@ -3,7 +3,7 @@
 import torch
 from torch import fx
 
-from planner.capture.frontend.source_lines import format_node
+from planner.capture.source_lines import format_node
 from planner.graphs.short_tracebacks import warn_caller
 from planner.torch_private.capture import NUMPY_WRAPPERS
 

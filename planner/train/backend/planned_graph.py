@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.frontend.source_lines import format_node
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import format_dtype
 from planner.capture.program.program import Program
 from planner.capture.rewrites.outputs import get_fake, get_storage, list_outputs, list_tensors
+from planner.capture.source_lines import format_node
 from planner.graphs.errors import PlannerError
 from planner.graphs.ir import Graph, Kind, Phase
 from planner.graphs.overwriting import find_overwritten_saved
@@ -43,7 +43,7 @@ from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_private import capture as private
 from planner.torch_private.core import backward_retains_graph, disable_current_modes
 from planner.train.backend.joint_capture import lay_out_tangents
-from planner.train.backend.smaller_batches import Outline
+from planner.train.backend.outline import Outline
 
 # Both passes empty their argument lists. The last arguments of a backward pass are the non-tensor results of its forward
 # pass: tensors on the host, unfinished copies, and the step in an arena.

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.frontend.source_lines import format_node
 from planner.capture.rewrites.outputs import get_storage
+from planner.capture.source_lines import format_node
 from planner.graphs.short_tracebacks import warn_caller
 from planner.train.backend.planned_graph import describe_rounding
 

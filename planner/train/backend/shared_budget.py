@@ -68,6 +68,7 @@ from planner.train.backend.settings import BackendSettings
 from planner.train.backend.shared_channels import SharedChannels, compute_host_room, set_host_bytes
 from planner.train.backend.step_memory import (
     PassStorages,
+    UnplannedGraph,
     collect_storages,
     compute_bytes_of_others,
     compute_peak_bytes,
@@ -77,7 +78,6 @@ from planner.train.backend.step_memory import (
     find_unread,
     list_sizes_beside_requests,
 )
-from planner.train.backend.unplanned_graph import UnplannedGraph
 
 _log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class SharedBudget:
         asked = self.settings.memory
         self.memory = choose_memory_on(device.type, None) if asked is None else choose_memory(captured.graph, asked)
         captured = replace(captured, graph=self._options.apply(captured.graph))
-        channels = None if self._shared_channels is None else self._shared_channels.get_channels(device)
+        channels = None if self._shared_channels is None else self._shared_channels.open_channels(device)
         return PlannedGraph(joint, captured, channels, self._choose_arena(), outputs=outputs)
 
     def _choose_arena(self) -> Arena | None:
@@ -388,7 +388,7 @@ class SharedBudget:
         if graph.changed or graph.laid_out:
             self._plan_again(graph)
         if (call := CALL.get()) is not None:
-            call.budget = self
+            call.count_left_out = self.count_left_out
         self._follow(graph)
         if self.learning:
             self.known_graphs[graph] = self._collect_storages(args)

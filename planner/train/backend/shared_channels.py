@@ -26,7 +26,7 @@ class SharedChannels:
         self.host_bytes = host_bytes
         self._opened: tuple[torch.device, HostChannels] | None = None
 
-    def get_channels(self, device: torch.device) -> HostChannels:
+    def open_channels(self, device: torch.device) -> HostChannels:
         """Return the channels between a graph's `device` and the host; all graphs share them, so that there may be one device."""
         if self._opened is None:
             self._opened = device, HostChannels(device, self.host_bytes)

@@ -7,24 +7,54 @@ differential equations exceeded its budget by the bytes of its batch.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.capture.lowering.statics import compute_allocated_bytes
+from planner.capture.rewrites.outputs import list_tensors
 from planner.capture.rewrites.sparse_products import list_strided_parts
 from planner.graphs.ir import Graph
 from planner.graphs.schedule import Schedule, count_kept_bytes
 from planner.graphs.simulate import simulate
 from planner.graphs.walks import walk
-from planner.torch_private.capture import is_backward_node
+from planner.torch_private.capture import TangentAOTInput, boxed_nop, is_backward_node
 from planner.torch_private.core import disable_current_modes
 from planner.train.backend.planned_graph import is_plan
 
-if TYPE_CHECKING:
-    from planner.train.backend.unplanned_graph import UnplannedGraph
+# Bytes by the identity of a storage.
+Storages = dict[int, int]
+
+
+class UnplannedGraph:
+    """A graph that runs op by op, as AOTAutograd's ``aot_eager`` does.
+
+    Sizes are those of fake tensors. Kernels' own memory, values inside of branches, and sizes that depend on data are not known.
+
+    Attributes:
+        forward, backward: compilers of its passes, for AOTAutograd.
+        peak_bytes: the most bytes that its passes take at once beside its inputs, as far as they are compiled.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._kept_bytes = 0
+
+    def forward(self, module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        """Return the forward pass."""
+        self.peak_bytes, self._kept_bytes = pass_bytes(module.graph)
+        return boxed_nop(module, examples)
+
+    def backward(self, module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        """Return the backward pass."""
+        placeholders = module.graph.find_nodes(op="placeholder")
+        tangents = [node for node in placeholders if isinstance(node.meta.get("desc"), TangentAOTInput)]
+        backward_bytes = pass_bytes(module.graph)[0] + sum(_collect_known_sizes(*tangents).values())
+        self.peak_bytes = max(self.peak_bytes, self._kept_bytes + backward_bytes)
+        return boxed_nop(module, examples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +66,6 @@ class LeftOut:
     """
 
     peak_bytes: int
-
-
-# Bytes by the identity of a storage.
-Storages = dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +87,13 @@ class PassStorages:
     trained: Storages
     held: Storages
     made: Storages = field(default_factory=dict)
-    unplanned: "UnplannedGraph | LeftOut | None" = None
+    unplanned: UnplannedGraph | LeftOut | None = None
     followed_by: list["PassStorages"] = field(default_factory=list)
     identities: list[StorageWeakRef] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, inputs: Iterable[object], unplanned: "UnplannedGraph | None" = None, outside: Collection[Any] = ()
+        cls, inputs: Iterable[object], unplanned: UnplannedGraph | None = None, outside: Collection[Any] = ()
     ) -> "PassStorages":
         """Return the storages that are known before the pass; what autograd holds behind the nodes `outside` does not count."""
         tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
@@ -99,6 +125,29 @@ class PassStorages:
         alive = {identity.cdata for identity in other.identities if not identity.expired()}
         self.held.update({s: size for s, size in (other.inputs | other.made).items() if s in alive})
         self.identities.extend(other.identities)
+
+
+def pass_bytes(graph: fx.Graph) -> tuple[int, int]:
+    """Return the most bytes that the values of `graph` take at once beside its inputs, and the bytes of its outputs."""
+    nodes = list(graph.nodes)
+    inputs = {storage for node in graph.find_nodes(op="placeholder") for storage in _collect_known_sizes(node)}
+    used = [_collect_known_sizes(node, *node.all_input_nodes) for node in nodes]
+    last_use = {storage: i for i, found in enumerate(used) for storage in found}
+    live: Storages = {}
+    peak_bytes = 0
+    for i, found in enumerate(used[:-1]):
+        live |= {storage: size_bytes for storage, size_bytes in found.items() if storage not in inputs}
+        peak_bytes = max(peak_bytes, sum(live.values()))
+        for storage in found:
+            if last_use[storage] == i:
+                live.pop(storage, None)
+    return peak_bytes, sum(live.values())
+
+
+def _collect_known_sizes(*nodes: fx.Node) -> Storages:
+    """Return the storages of the values of `nodes` whose sizes are known."""
+    values = (value for node in nodes for value in list_tensors(node.meta.get("val")))
+    return collect_storages(v for v in values if v.layout is torch.strided and all(isinstance(size, int) for size in v.shape))
 
 
 def find_unread(model: Iterable[torch.Tensor], runs: Sequence[PassStorages]) -> PassStorages | None:

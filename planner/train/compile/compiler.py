@@ -39,8 +39,8 @@ from planner.progress.stages import StageReport
 from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import install_if_compiled
 from planner.runtime.changed_inputs import keep_copies
-from planner.runtime.cuda.device_arena import SharedPool
 from planner.runtime.cuda.graphed_step import FunctionRecorder, prepare_for_recording, record, remove_host_times
+from planner.runtime.device_arena import SharedPool
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import get_workspaces, library_users, warm_up_libraries
 from planner.runtime.out_of_memory import report_errors

@@ -22,7 +22,7 @@ class DynamicStep(PlannedStep):
         ...     step(x[:size], y[:size]).backward()
     """
 
-    def __init__(self, first: PlannedStep, batch: Batch, sizes: SizePlans) -> None:
+    def __init__(self, first: PlannedStep, batch: Batch, sizes: SizePlans[PlannedStep]) -> None:
         """Run `first` for batches like `batch`, and a step of `sizes` for others."""
         super().__init__(first.plan, first._run, first.measured)
         self._shown = first

@@ -34,7 +34,7 @@ from planner.plans.plan import Plan
 from planner.plans.search import StepSearch
 from planner.plans.solve import judge_on
 from planner.runtime.arena import Arena
-from planner.runtime.cuda.device_arena import DeviceArena
+from planner.runtime.device_arena import DeviceArena
 from planner.runtime.executor import Executor
 from planner.settings.budget import Bytes
 from planner.settings.counted_memory import CountedMemory

@@ -18,7 +18,7 @@ from planner.plans.plan_check import check_sizes
 from planner.plans.record import plan_line
 from planner.progress import OnProgress, Stages, list_views
 from planner.runtime.cuda.cuda_graph import CudaGraphs
-from planner.runtime.cuda.device_arena import create_shared_slab
+from planner.runtime.device_arena import create_shared_slab
 from planner.runtime.eager_block import check_no_block
 from planner.runtime.executor import check_no_transform
 from planner.settings.budget import Budget, Bytes, Overhead

@@ -5,7 +5,7 @@ Where units of parameters are sharded, a step that reduces gradients and one tha
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 from planner.capture.signature import Batch, Shapes, detach_batch, format_shapes, has_fewer_rows, list_shapes
 from planner.graphs.errors import InfeasibleError, LimitError
@@ -14,11 +14,10 @@ from planner.train.compile.lru import LRUCache
 from planner.train.distributed.ranks import agree
 from planner.train.distributed.wrappers import Unwrapped
 
-if TYPE_CHECKING:
-    from planner.train.compile.step import PlannedStep
+Step = TypeVar("Step")  # a planned step
 
 
-class SizePlans:
+class SizePlans(Generic[Step]):
     """Planned steps by the shapes of their batches, and by what is done with gradients, all for one budget.
 
     Args:
@@ -27,12 +26,10 @@ class SizePlans:
         max_plans: number of cached plans; the least recently used one is dropped first.
     """
 
-    def __init__(
-        self, make: "Callable[[Batch, Budget], PlannedStep]", budget: Budget, wrapper: Unwrapped, *, max_plans: int
-    ) -> None:
+    def __init__(self, make: Callable[[Batch, Budget], Step], budget: Budget, wrapper: Unwrapped, *, max_plans: int) -> None:
         self._make, self._budget, self._wrapper = make, budget, wrapper
         self._first_mode = wrapper.mode
-        self._kept: LRUCache[tuple[Hashable, Shapes], PlannedStep] = LRUCache(max_plans)
+        self._kept: LRUCache[tuple[Hashable, Shapes], Step] = LRUCache(max_plans)
         self._times: Counter[Shapes] = Counter()
         self._fits: dict[Shapes, bool] = {}
 
@@ -41,11 +38,11 @@ class SizePlans:
         """True if the model does something else with gradients than when the first plan was made."""
         return self._wrapper.mode != self._first_mode
 
-    def list_steps(self) -> "tuple[PlannedStep, ...]":
+    def list_steps(self) -> tuple[Step, ...]:
         """Return the cached steps, the most recently used last."""
         return tuple(self._kept.values())
 
-    def add(self, batch: Batch, step: "PlannedStep") -> None:
+    def add(self, batch: Batch, step: Step) -> None:
         """Use `step` for batches of the shapes of `batch`."""
         self._kept.use(self._build_key(batch), lambda: step)
 
@@ -66,7 +63,7 @@ class SizePlans:
             self._fits[shapes] = check()
         return self._fits[shapes]
 
-    def step(self, batch: Batch) -> "PlannedStep":
+    def step(self, batch: Batch) -> Step:
         """Return the step for `batch`; plan first if it has new sizes, which must be those of all processes."""
         key = self._build_key(batch)
         if key not in self._kept:  # else the processes agree when it is called
@@ -76,7 +73,7 @@ class SizePlans:
     def _build_key(self, batch: Batch) -> tuple[Hashable, Shapes]:
         return self._wrapper.mode, list_shapes(batch)
 
-    def _make_step(self, batch: Batch) -> "PlannedStep":
+    def _make_step(self, batch: Batch) -> Step:
         try:
             return self._make(batch, self._budget)
         except (InfeasibleError, LimitError) as error:

@@ -91,8 +91,8 @@ class PlannedStep:
         self._improving = improving
         self._followed: Follow | None = None
         self._earlier: list[PlannedStep] = []  # for other numbers, which may come back
-        self._smaller: SizePlans | None = None
-        self._modes: SizePlans | None = None
+        self._smaller: SizePlans[PlannedStep] | None = None
+        self._modes: SizePlans[PlannedStep] | None = None
         self._after_eager: Executor | None = None  # if the last batch ran by eager PyTorch
         self._keep: Callable[[Plan], None] | None = None
         self._began = time.monotonic()
@@ -132,7 +132,7 @@ class PlannedStep:
             self._follow(error.what, self._followed, *args, **kwargs)
         return self._run(*args, **kwargs)
 
-    def _run_smaller(self, sizes: SizePlans, *args: object, **kwargs: object) -> Any:
+    def _run_smaller(self, sizes: "SizePlans[PlannedStep]", *args: object, **kwargs: object) -> Any:
         """Run a smaller batch: by eager PyTorch if that fits and its size does not come often, else by a plan of its own."""
         batch, executor = kwargs or args, self._executor
         times = sizes.count(batch)
@@ -233,11 +233,11 @@ class PlannedStep:
             self._take(self._improving.wait(seconds))
         return self.plan
 
-    def take_smaller(self, sizes: SizePlans) -> None:
+    def take_smaller(self, sizes: "SizePlans[PlannedStep]") -> None:
         """Run batches that are smaller in their first dimension by the steps of `sizes`."""
         self._smaller = sizes
 
-    def take_modes(self, others: SizePlans) -> None:
+    def take_modes(self, others: "SizePlans[PlannedStep]") -> None:
         """Run batches with which the model does something else with gradients by the steps of `others`."""
         self._modes = others
 

@@ -162,7 +162,7 @@ class TransferRun:
         d, stream, outputs, over = streams.home[op], streams.stream[op], streams.outputs[op], self.plan.written_over[place]
         need, lingering = streams.need_bytes[op], self.lingering[d]
         if self.lending:
-            self._get_back([one for one in self.lending if not set(streams.outputs[one.op]).isdisjoint(streams.inputs[op])])
+            self._take_back([one for one in self.lending if not set(streams.outputs[one.op]).isdisjoint(streams.inputs[op])])
         for stay in over:
             need -= streams.sizes[stay.tensor]
         if lingering or self.live[d] + need > self.plan.limits_bytes[d]:
@@ -309,7 +309,7 @@ class TransferRun:
         self.fits_elsewhere &= fits or not d
         return fits
 
-    def _get_back(self, waited_for: Sequence[PlannedTransfer]) -> None:
+    def _take_back(self, waited_for: Sequence[PlannedTransfer]) -> None:
         """Free the workspaces of transfers that the main device waits for."""
         for transfer in waited_for:
             self.lending.remove(transfer)
@@ -319,7 +319,7 @@ class TransferRun:
         d = self.streams.pool[t]
         if self.lending:
             inputs, outputs = self.streams.inputs, self.streams.outputs
-            self._get_back([one for one in self.lending if t in inputs[one.op] or t in outputs[one.op]])
+            self._take_back([one for one in self.lending if t in inputs[one.op] or t in outputs[one.op]])
         owner = self.streams.owner[d]
         if self.busy_s[t] > self.clock_s[owner]:
             self.clock_s[owner] = self.busy_s[t]

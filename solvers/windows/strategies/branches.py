@@ -89,10 +89,10 @@ class Branches(Strategy):
         """Refine the branch of the least bound, for its own limit; once more when the problem is solved."""
         search = self.search
         if search.stopping.is_solved():
-            if not search.stopping.is_stopped():
+            if not search.stopping.poll_stop():
                 self._look(self._choose_next(), search.stopping.compute_extra(search.clock.now))
             return False
-        if search.stopping.is_stopped() or self.closed:
+        if search.stopping.poll_stop() or self.closed:
             return False
         self._look(self._choose_next())
         return True

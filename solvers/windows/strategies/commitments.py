@@ -131,7 +131,7 @@ class Commitments:
 
     def try_least(self, limit: float) -> None:
         """Commit to the alternatives with the least peak, at any time."""
-        order = find_least_substitution(self.search.problem, self.search.clock.start_part(limit), self.search.stopping.is_stopped)
+        order = find_least_substitution(self.search.problem, self.search.clock.start_part(limit), self.search.stopping.poll_stop)
         if order is not None:
             self.add(order)
             self.search.offer(order)
@@ -202,7 +202,7 @@ class Commitments:
             until: latest end, by the clock.
         """
         search = self.search
-        while not (search.stopping.is_solved() or search.stopping.is_stopped()):
+        while not (search.stopping.is_solved() or search.stopping.poll_stop()):
             closed = orders.closed  # read before the orders are taken from it
             self.learn(orders)
             if search.clock.now >= until:
@@ -239,7 +239,7 @@ class Commitments:
         search = self.search
         best, fewer, sent_closed = None, self._without_offloading, False
         with process:
-            while not (search.stopping.is_solved() or search.stopping.is_stopped()):
+            while not (search.stopping.is_solved() or search.stopping.poll_stop()):
                 closed = orders.closed
                 for order in self._come_in(orders):
                     process.send(order)

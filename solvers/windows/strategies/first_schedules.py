@@ -66,12 +66,12 @@ class EvictionRules(Strategy):
         """Try rules for about `limit`; return False once there are no more."""
         search, first, self._begun = self.search, not self._begun, True
         stopping, until = search.stopping, search.clock.now + limit
-        while not (stopping.is_solved() or stopping.is_stopped() or search.clock.now >= until):
+        while not (stopping.is_solved() or stopping.poll_stop() or search.clock.now >= until):
             if first and search.incumbent.best is not None:
                 break
             if (rule := next(self._rules, None)) is None:
                 return False
-            stopped = stopping.count_polls(WORK_PER_EVICTION, stopping.is_stopped)
+            stopped = stopping.count_polls(WORK_PER_EVICTION, stopping.poll_stop)
             most = _FEW_EXECUTIONS
             if (order := find_evicted(search.problem, rule, EvictionSettings(max_factor=most, should_stop=stopped))) is not None:
                 search.offer(order)
@@ -86,10 +86,10 @@ class Imitation(Strategy):
         search, clock = self.search, self.search.clock.start_part(limit)
         program = remove_options(search.problem.graph)
         for name in search.params.first_schedule.imitated:
-            if search.stopping.is_solved() or search.stopping.is_stopped() or measure_rest(clock) <= 0:
+            if search.stopping.is_solved() or search.stopping.poll_stop() or measure_rest(clock) <= 0:
                 break
             search.progress.tell(f"trying {name}")
-            request = Request(program, search.budget_bytes, clock=clock, should_stop=search.stopping.is_stopped)
+            request = Request(program, search.budget_bytes, clock=clock, should_stop=search.stopping.poll_stop)
             found = get_solver(name)(request)
             if found.schedule is not None:
                 offer_program(search, found.schedule.computed)

@@ -112,7 +112,7 @@ def refine(
         from_best: start from the best schedule, if its values in the model are known.
     """
     clock = search.clock.start_part(limit)
-    while not (search.stopping.is_solved() or search.stopping.is_stopped()):
+    while not (search.stopping.is_solved() or search.stopping.poll_stop()):
         found = solve_relaxation(search, discretization, clock, from_best=from_best)
         if found is None:
             return discretization, False
@@ -169,7 +169,7 @@ def solve_linear_relaxation(search: Search, discretization: Discretization) -> t
 
 def _build(search: Search, discretization: Discretization) -> Model:
     search.progress.tell(f"bounding with {len(discretization.ends)} windows")
-    stopped = search.stopping.count_polls(_WORK_PER_ENTRY * POLL_EVERY, search.stopping.is_stopped)
+    stopped = search.stopping.count_polls(_WORK_PER_ENTRY * POLL_EVERY, search.stopping.poll_stop)
     return build_relaxation(search.problem, discretization, stopped)
 
 
@@ -217,7 +217,7 @@ class _Solving:
         solution = read_solution(self.model, values)
         self.search.models.solutions.append((self.model.discretization, solution))
         self.latest = _offer(self.search, self.model, solution)
-        return self.search.stopping.is_satisfied()
+        return self.search.stopping.poll_satisfied()
 
     def note_bound(self, overhead: float) -> None:
         if np.isfinite(overhead):

@@ -41,7 +41,7 @@ class StateSpace(Strategy):
 
     def _has_ended(self) -> bool:
         self.search.progress.tell("searching all states")
-        return self.search.stopping.is_stopped()
+        return self.search.stopping.poll_stop()
 
 
 @dataclass(frozen=True, slots=True)

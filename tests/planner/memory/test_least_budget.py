@@ -32,9 +32,9 @@ from planner.solvers.registry import get_solver
 from planner.solvers.request import Request
 from planner.solvers.result import SOLVED, Reason, Result, Status
 from planner.studies.budget_analysis import advise_graph
-from planner.studies.curve import solve_curve
 from planner.studies.frontier import Frontier
 from planner.studies.settings import StudySettings
+from planner.studies.solve_curve import solve_curve
 from planner.studies.solves import solve_in_order
 from tests.support.marks import slow
 

@@ -19,7 +19,7 @@ from planner.measure.optimizers import measure_optimizer
 from planner.measure.steps import get_loss
 from planner.measure.tracing import profile_capture
 from planner.memory.reserved import build_training
-from planner.runtime.cuda.device_arena import DeviceArena, SharedPool
+from planner.runtime.device_arena import DeviceArena, SharedPool
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
 from tests.support.cuda_device import cuda_device, on_device
@@ -93,7 +93,7 @@ def test_a_step_on_another_device_than_the_current_one_is_in_its_arena() -> None
 
 @pytest.mark.slow
 def test_a_step_beside_tensors_of_another_one_takes_the_usual_pool() -> None:
-    with cuda_device() as cuda, lines_of("planner.runtime.cuda.device_arena") as lines:
+    with cuda_device() as cuda, lines_of("planner.runtime.device_arena") as lines:
         step = on_device(workload())
         executor, arena = in_arena(step, 0)
         first, second = (get_loss(executor(*step.batch)) for _ in range(2))
@@ -202,7 +202,7 @@ def asking_once(executor: Executor, arena: DeviceArena, patch: pytest.MonkeyPatc
 def test_a_step_whose_op_asks_for_other_memory_leaves_its_addresses_and_the_next_one_has_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with cuda_device() as cuda, lines_of("planner.runtime.cuda.device_arena") as lines:
+    with cuda_device() as cuda, lines_of("planner.runtime.device_arena") as lines:
         step = on_device(workload())
         executor, arena = in_arena(step, 0)
         arena, unexpected = asking_once(executor, arena, monkeypatch)
@@ -317,7 +317,7 @@ def train(step: Workload, optimizer: torch.optim.Optimizer, loss: Callable[..., 
 
 @pytest.mark.parametrize("kind", [partial(torch.optim.AdamW, foreach=True), Renewing])
 def test_an_optimizer_has_its_temporaries_in_the_slab(kind: Callable[..., torch.optim.Optimizer]) -> None:
-    with cuda_device(), lines_of("planner.runtime.cuda.device_arena") as lines:
+    with cuda_device(), lines_of("planner.runtime.device_arena") as lines:
         step = wide()
         optimizer = kind(step.model.parameters(), lr=0.01)
         planned = planner.compile(

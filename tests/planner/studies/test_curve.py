@@ -26,10 +26,11 @@ from planner.solvers.clock import WorkClock
 from planner.solvers.request import Request, Start
 from planner.solvers.result import Ending, Result, SolveSettings, Status
 from planner.studies.budget_analysis import advise_graph
-from planner.studies.curve import Curve, solve_curve
+from planner.studies.curve import Curve
 from planner.studies.curve_table import build_curve_data
 from planner.studies.frontier import Frontier, Turn, Turns, divide_evenly, order_outside_in
 from planner.studies.settings import StudySettings
+from planner.studies.solve_curve import solve_curve
 from tests.support.cli import chain_of_six
 from tests.support.solvers.answers import script_solver
 

@@ -21,10 +21,10 @@ from planner.graphs.synthetic.small import make_training_chain
 from planner.measure.machine import describe_machine
 from planner.studies import cluster
 from planner.studies.compare import compare
-from planner.studies.curve import solve_curve
 from planner.studies.jobs import run
 from planner.studies.processes import ProcessError, iterate_results
 from planner.studies.settings import StudySettings
+from planner.studies.solve_curve import solve_curve
 from planner.studies.workers import return_false
 from tests.support.cli import call, refused
 

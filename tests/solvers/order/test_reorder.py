@@ -31,8 +31,8 @@ from planner.solvers.registry import Solver, get_solver
 from planner.solvers.request import Request, Start
 from planner.solvers.result import Ending, Result, SolveProgress, SolveSettings, Status
 from planner.solvers.tolerance import Tolerance
-from planner.studies.curve import solve_curve
 from planner.studies.max_batch import Wanted, find_max_batch
+from planner.studies.solve_curve import solve_curve
 from tests.support.budgets import peak_bytes
 from tests.support.marks import slow
 from tests.support.models.outcomes import assert_exact

@@ -82,7 +82,7 @@ def answers_once_known(monkeypatch: pytest.MonkeyPatch, change: Callable[[Answer
 
     def waits(portfolio: Portfolio, limit: float) -> None:
         began.append(portfolio.search.incumbent.best is not None)
-        while not portfolio.search.stopping.is_stopped():
+        while not portfolio.search.stopping.poll_stop():
             time.sleep(0.01)
 
     def answer(*args: Any, **options: Any) -> Answer:

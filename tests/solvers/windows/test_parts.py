@@ -208,7 +208,7 @@ def test_a_part_that_is_behind_and_gets_no_better_ends(known: bool, spent: float
         search.incumbent.take(searched_beside(offloading(TRANSFORMER), TRANSFORMER, budget, monkeypatch)[1].incumbent.best_trial)
 
     def find_nothing(sub: Search) -> None:
-        while not sub.stopping.is_stopped():
+        while not sub.stopping.poll_stop():
             sub.clock.spend(0.25)
         ended.append(sub.clock.now)
 
@@ -461,7 +461,7 @@ def _start_another(search: Search, _: Inbox, *, file: Path) -> None:
 
 
 def _until_stopped(search: Search, _: Inbox) -> None:
-    while not search.stopping.is_stopped():
+    while not search.stopping.poll_stop():
         search.clock.wait(0.01)
 
 

@@ -125,7 +125,7 @@ class Body:
         given = {read: graph.placeholder(f"given_{i}") for i, read in enumerate(self.given)}
         rooms = {(r.node, r.path): graph.placeholder(f"room_{i}") for i, r in enumerate(self.results)}
         made: dict[fx.Node, fx.Node] = {}
-        get_value = partial(self._get_value, graph, count, given, made)
+        get_value = partial(self._make_value, graph, count, given, made)
         for node in self.nodes:
             reads = self._get_reads(node)
             results = [r for r in self.results if r.node is node]
@@ -143,7 +143,7 @@ class Body:
         graph.output(())
         return fx.GraphModule(torch.nn.Module(), graph).forward
 
-    def _get_value(
+    def _make_value(
         self,
         graph: fx.Graph,
         count: int,
@@ -156,7 +156,7 @@ class Body:
         if arg not in made:
             if not self._is_inside(arg):
                 return given[Given(arg, reads.get(arg))]
-            made[arg] = self._emit_op(graph, arg, count, partial(self._get_value, graph, count, given, made))
+            made[arg] = self._emit_op(graph, arg, count, partial(self._make_value, graph, count, given, made))
         return made[arg]
 
     def _emit_op(self, graph: fx.Graph, node: fx.Node, count: int, value: Callable[[fx.Node], fx.Node]) -> fx.Node:

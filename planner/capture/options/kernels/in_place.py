@@ -96,7 +96,7 @@ def _build_written_over(row: list[ReplaceableOp]) -> tuple[tuple[fx.Node, ...], 
             if get_storage(get_fake(arg)) not in inside and arg not in given:
                 given[arg] = graph.placeholder(f"given_{len(given)}")
 
-    get_value = partial(_get_value, graph, given, made)
+    get_value = partial(_make_value, graph, given, made)
     for before, op in zip([None, *row], row, strict=False):
         args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), get_value)
         target: Any = op.node.target
@@ -112,10 +112,10 @@ def _build_written_over(row: list[ReplaceableOp]) -> tuple[tuple[fx.Node, ...], 
     return tuple(given), fx.GraphModule(torch.nn.Module(), graph).forward
 
 
-def _get_value(graph: fx.Graph, given: dict[fx.Node, fx.Node], made: dict[fx.Node, fx.Node], arg: fx.Node) -> fx.Node:
+def _make_value(graph: fx.Graph, given: dict[fx.Node, fx.Node], made: dict[fx.Node, fx.Node], arg: fx.Node) -> fx.Node:
     if arg in given:
         return given[arg]
     if arg not in made:  # a view of a tensor made inside
-        arguments = fx.map_arg((arg.args, arg.kwargs), partial(_get_value, graph, given, made))
+        arguments = fx.map_arg((arg.args, arg.kwargs), partial(_make_value, graph, given, made))
         made[arg] = graph.call_function(get_callable(arg.target), *arguments)
     return made[arg]

@@ -266,6 +266,6 @@ def test_wrong_options_are_refused(options: dict[str, object], message: str) -> 
 
 def test_graphs_on_several_devices_are_refused() -> None:
     shared = SharedChannels(10**9)
-    assert shared.get_channels(CPU) is shared.get_channels(CPU)
+    assert shared.open_channels(CPU) is shared.open_channels(CPU)
     with pytest.raises(PlannerError, match=r"graphs of the model run on cpu and on meta, .* leave out"):
-        shared.get_channels(torch.device("meta"))
+        shared.open_channels(torch.device("meta"))

@@ -13,7 +13,7 @@ from torch import fx
 
 from planner.torch_private.capture import TracingContext
 
-_OURS = (torch.__path__[0], f"{Path(__file__).parents[2]}{os.sep}")
+_OURS = (torch.__path__[0], f"{Path(__file__).parents[1]}{os.sep}")
 _LIBRARIES = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "purelib", "platlib")})
 # For steps that are not one static graph.
 GRAPH_BREAK_ADVICE = (

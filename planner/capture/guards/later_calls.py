@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.frontend.effects import Scratch
 from planner.capture.guards.names import Scope
 from planner.torch_private.core import pytree
 
@@ -70,6 +69,10 @@ def _fill(tensors: Sequence[torch.Tensor], results: Sequence[object], local: Sco
         case Place(find):
             return find(local, scope)
     return leaf
+
+
+class Scratch:
+    """Base class of objects that a front end lets a step fill and reads after it: what the step sets there is no effect."""
 
 
 class Collector(Scratch):

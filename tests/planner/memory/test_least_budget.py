@@ -13,6 +13,7 @@ from planner.graphs.ir import Graph
 from planner.graphs.options.offload import OFFLOAD
 from planner.graphs.options.surroundings import Link, Surroundings
 from planner.graphs.reordering import keep_program_order
+from planner.graphs.schedule import Schedule
 from planner.graphs.simulate import simulate
 from planner.graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from planner.graphs.synthetic.transformer import TransformerSize, transformer
@@ -26,6 +27,7 @@ from planner.settings.budget import Bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.show.facts.graph import collect_graph_facts
 from planner.solvers.clock import WallClock, WorkClock
+from planner.solvers.eviction.least_peak import find_least_evicting_schedule
 from planner.solvers.least import find_least_known
 from planner.solvers.order.reorder import find_order
 from planner.solvers.registry import get_solver
@@ -137,6 +139,19 @@ def test_the_program_of_a_graph_is_searched_once_for_all_options_that_it_was_tra
     least = find_least_budget(graph)
     assert find_least_budget(replace(graph, provenance={**graph.provenance, "options": ["chunks"]})) is least
     assert find_least_budget(replace(graph, provenance={**graph.provenance, "device": "h200"})) is not least
+
+
+def test_rules_of_eviction_are_tried_once_for_all_options_and_kinds_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Graph] = []
+
+    def find(graph: Graph, clock: WorkClock, **settings: object) -> Schedule | None:
+        tried.append(graph)
+        return find_least_evicting_schedule(graph, clock, **settings)
+
+    monkeypatch.setattr("planner.solvers.least.find_least_evicting_schedule", find)
+    facts = collect_graph_facts(on_a_gpu(1))
+    assert facts.least_budget_offload_found_bytes <= facts.least_budget_found_bytes
+    assert len(tried) == len({graph.ops for graph in tried}) <= 2  # one for each order
 
 
 def test_stopped_search_returns_a_valid_bracket_and_is_not_remembered() -> None:

@@ -72,6 +72,7 @@ class KnownBudgets:
     _witness: Schedule | None = field(default=None, init=False)  # that of the least budget, as a step runs it, if it fits
     _learned_bytes: int = field(default=UNLIMITED_BYTES, init=False)
     _options: tuple[OptionBudget, ...] = field(default=(), init=False)
+    _cut_short: bool = field(default=False, init=False)
 
     @property
     def names_least(self) -> bool:
@@ -138,6 +139,8 @@ class KnownBudgets:
         said = [f"A schedule is known for {format_enough(known_bytes)}.", *map(str, self._options)]
         if least is not None and self.memory is not CountedMemory.ALLOCATED:  # solvers name allocated bytes
             said.insert(0, f"The least budget of {self.memory} memory is at least {format_bytes(least.proved_bytes)}.")
+        if self._cut_short:
+            said.append("The search for less was cut short: with more time it may find less.")
         return "".join(f" {sentence}" for sentence in said)
 
     def _describe_time(self, result: Result) -> str:
@@ -176,6 +179,7 @@ class KnownBudgets:
         if self._least.found_bytes > budget_bytes:
             options = (self._find_budget_with_option(name, should_stop) for name in self._list_further_options())
             self._options = tuple(o for o in options if o is not None and o.found_bytes < self._least.found_bytes)
+            self._cut_short = should_stop()
         elif self.names_least:
             executed = order_as_executed(request.graph, self._least.schedule)
             fits = self._predict_counted_bytes(executed) <= budget_bytes

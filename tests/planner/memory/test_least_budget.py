@@ -289,6 +289,19 @@ def test_limit_error_names_budgets_with_and_without_options(monkeypatch: pytest.
     assert "With the option" not in str(refused.value)
 
 
+def test_an_error_says_that_its_search_for_the_least_budget_was_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = draw_training_step(7, 8)
+    budget = find_least_budget(graph).found_bytes - 1
+    monkeypatch.setattr(remembered, "_remembered", {})
+    monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: finds_nothing)
+    said = r" A schedule is known for .*The search for less was cut short: with more time it may find less\."
+    with pytest.raises(LimitError, match=said):
+        planner.solve(graph, budget, time_limit_s=1e-2)
+    with pytest.raises(LimitError) as refused:
+        planner.solve(graph, budget, work_limit=100.0)
+    assert "cut short" not in str(refused.value)
+
+
 def test_the_least_budget_is_looked_for_in_the_first_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = draw_training_step(7, 8)
     monkeypatch.setattr("planner.memory.known_budgets._TIGHT", 1.0)  # so that it is not looked for before the solve

@@ -179,7 +179,6 @@ class KnownBudgets:
         if self._least.found_bytes > budget_bytes:
             options = (self._find_budget_with_option(name, should_stop) for name in self._list_further_options())
             self._options = tuple(o for o in options if o is not None and o.found_bytes < self._least.found_bytes)
-            self._cut_short = should_stop()
         elif self.names_least:
             executed = order_as_executed(request.graph, self._least.schedule)
             fits = self._predict_counted_bytes(executed) <= budget_bytes
@@ -192,7 +191,9 @@ class KnownBudgets:
 
     def _find_least_budget(self, graph: Graph, should_stop: Callable[[], bool]) -> LeastBudget:
         reorders, arena = self.settings.reorder is not False, self.settings.arena
-        return find_least_budget(graph, self.memory, arena=arena, reorders=reorders, should_stop=should_stop)
+        least = find_least_budget(graph, self.memory, arena=arena, reorders=reorders, should_stop=should_stop)
+        self._cut_short = self._cut_short or least.stopped
+        return least
 
     def _is_late(self) -> bool:
         return measure_rest(self.request.clock) <= 0 or self.must_stop()

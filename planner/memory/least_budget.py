@@ -95,8 +95,9 @@ def find_least_budget(
             return _search(_set_even_links(graph), memory, stop, reorders=reorders)
         return _find_in_arena(graph, memory, find_least_budget(graph, reorders=reorders, should_stop=stop), arena=arena)
 
-    found = _remember((_identify(graph), memory, arena, reorders), search, stop)
-    return replace(found, stopped=True) if stop() else found
+    key = (_identify(graph), memory, arena, reorders)
+    found = _remember(key, search, stop)
+    return found if key in _remembered else replace(found, stopped=True)
 
 
 def _identify(graph: Graph) -> Hashable:

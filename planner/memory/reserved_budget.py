@@ -81,7 +81,8 @@ def solve_counted(
         refused = Result(graph, budget_bytes, Status.INFEASIBLE, None, None, "", clock.seconds, message=refusal)
         return SolvedOrder(refused, keep_program_order(graph))
     most_bytes = budget_bytes - beside.kept_bytes
-    search = _Search(run, request, memory, must_stop or (lambda: False), arena, on_least, Bracket(budget_bytes, proved_bytes - 1))
+    bracket = Bracket(budget_bytes, max(0, proved_bytes - 1))
+    search = _Search(run, request, memory, must_stop or (lambda: False), arena, on_least, bracket)
     first = search.solve(most_bytes, _FIRST, {})
     if first.result.reason is Reason.TIME and not search.is_over():  # of its share of the clock: the rest is for the same
         first = search.solve(most_bytes, 1.0, {})

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from planner.capture.options import restrict_to
 from planner.graphs.ir import Graph, Op, Phase, Tensor
@@ -146,8 +145,14 @@ def collect_graph_facts(graph: Graph, *, exact: bool = False, time_limit_s: floa
         GraphError: the devices do not match its ops.
     """
     graph = keep_traced_ops(graph, list_exact_ops(graph)) if exact else graph
-    summary, clock = summarize(graph), WallClock(time_limit_s)
-    find_least = partial(find_least_budget, should_stop=lambda: measure_rest(clock) <= 0)
+    summary, clock, stopped = summarize(graph), WallClock(time_limit_s), False
+
+    def find_least(graph: Graph, memory: CountedMemory = CountedMemory.ALLOCATED) -> LeastBudget:
+        nonlocal stopped
+        found = find_least_budget(graph, memory, should_stop=lambda: measure_rest(clock) <= 0)
+        stopped = stopped or found.stopped
+        return found
+
     devices = [device.exactly if exact else device for device in decode_devices(graph.provenance)]
     offered, graph = graph, extract_eager_program(graph)
     whole = OFFLOAD.add_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
@@ -159,6 +164,7 @@ def collect_graph_facts(graph: Graph, *, exact: bool = False, time_limit_s: floa
         name: _collect_option_facts(restrict_to(remove_placement(remove_offload(offered)[0]), (name,)), find_least)
         for name in list_traced_options(offered)
     }
+    placement = {device.name: _collect_device_facts(graph, device, find_least) for device in devices}
     ops = sorted((_collect_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
     made = sorted((t for t in graph.tensors if not t.static), key=lambda t: -t.size_bytes)
     return GraphFacts(
@@ -178,13 +184,13 @@ def collect_graph_facts(graph: Graph, *, exact: bool = False, time_limit_s: floa
         least_reserved_offload_bytes=reserved_offloading.proved_bytes if reserved_offloading else None,
         least_reserved_offload_found_bytes=reserved_offloading.found_bytes if reserved_offloading else None,
         traced=traced,
-        placement={device.name: _collect_device_facts(graph, device, find_least) for device in devices},
+        placement=placement,
         least_budget_any_order_bytes=min(least.proved_bytes, find_any_order_need(graph).total_bytes),
         least_budget_op=order.ops[bound.need.op].name,
         least_budget_reason=describe_need(order, bound.need),
         largest_ops=tuple(ops[:LISTED]),
         largest_tensors=tuple(_collect_tensor_facts(graph, tensor) for tensor in made[:LISTED]),
-        stopped_after_s=time_limit_s if measure_rest(clock) <= 0 else None,
+        stopped_after_s=time_limit_s if stopped else None,
     )
 
 

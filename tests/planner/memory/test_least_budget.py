@@ -20,7 +20,7 @@ from planner.graphs.synthetic.transformer import TransformerSize, transformer
 from planner.graphs.units import format_enough
 from planner.memory import least_budget as remembered
 from planner.memory.fit import Bracket, find_largest, fit
-from planner.memory.least_budget import find_least_budget
+from planner.memory.least_budget import LeastBudget, find_least_budget
 from planner.memory.reserved import predict_counted_bytes
 from planner.progress import Progress
 from planner.settings.budget import Bytes
@@ -161,6 +161,7 @@ def test_stopped_search_returns_a_valid_bracket_and_is_not_remembered() -> None:
     whole = find_least_budget(graph, CountedMemory.RESERVED)
     assert whole.found_bytes <= found.found_bytes
     assert (found.stopped, whole.stopped) == (True, False)
+    assert find_least_budget(graph, CountedMemory.RESERVED, should_stop=lambda: True) is whole
 
 
 def test_budgets_that_only_another_order_has_a_schedule_for_are_solved_in_that_order() -> None:
@@ -292,14 +293,18 @@ def test_limit_error_names_budgets_with_and_without_options(monkeypatch: pytest.
 def test_an_error_says_that_its_search_for_the_least_budget_was_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = draw_training_step(7, 8)
     budget = find_least_budget(graph).found_bytes - 1
-    monkeypatch.setattr(remembered, "_remembered", {})
     monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: finds_nothing)
+    with pytest.raises(LimitError) as refused:
+        planner.solve(graph, budget)
+    assert "cut short" not in str(refused.value)
+
+    def stop(graph: Graph, *where: CountedMemory, **settings: object) -> LeastBudget:
+        return replace(find_least_budget(graph, *where, **settings), stopped=True)
+
+    monkeypatch.setattr("planner.memory.known_budgets.find_least_budget", stop)
     said = r" A schedule is known for .*The search for less was cut short: with more time it may find less\."
     with pytest.raises(LimitError, match=said):
-        planner.solve(graph, budget, time_limit_s=1e-2)
-    with pytest.raises(LimitError) as refused:
-        planner.solve(graph, budget, work_limit=100.0)
-    assert "cut short" not in str(refused.value)
+        planner.solve(graph, budget)
 
 
 def test_the_least_budget_is_looked_for_in_the_first_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

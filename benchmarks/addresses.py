@@ -95,14 +95,16 @@ def solve_instance(path: Path) -> Iterator[AddressRow]:
         yield solve_addresses(name, read_buffers(path).buffers, int(capacity) if capacity else None, seed=seed)
 
 
-def solve_plans(model: str, budgets: Sequence[str] = BUDGETS, *, limit_s: float = PLAN_LIMIT_S) -> Iterator[AddressRow]:
+def solve_plans(model: str) -> Iterator[AddressRow]:
     """Yield a row for a plan of `model` at each budget that one is found for."""
     graph = build_graph(MODELS[model])
     peak_bytes = summarize(graph).keep_everything_peak_bytes
-    for budget in budgets:
-        schedule = solve_allocated(graph, read_budget(budget).resolve(peak_bytes), WallClock(limit_s), tolerance=0.01).schedule
+    for budget in BUDGETS:
+        schedule = solve_allocated(
+            graph, read_budget(budget).resolve(peak_bytes), WallClock(PLAN_LIMIT_S), tolerance=0.01
+        ).schedule
         if schedule is not None:
-            yield solve_addresses(model, buffers_of(graph, schedule), budget=budget, limit_s=limit_s)
+            yield solve_addresses(model, buffers_of(graph, schedule), budget=budget, limit_s=PLAN_LIMIT_S)
 
 
 TABLE = (

@@ -39,28 +39,33 @@ PLENTY = "nothing evicted"
 NEAR = "nothing evicted, near"  # steps are logged for plans then
 SHARES = (0.8, 0.6, 0.4)
 _SOLVE_S = 60.0
+_LEAVES = 51  # of a tree
 _LEARNING = 3  # steps in which sizes are learned, and ops measured
 _OF_SESSION = ("ops", "evictions", "recomputed_ops", "recomputed_s")
 PLANNED = "planned"  # in place of a heuristic: the plan that steps turn into
 WAYS = ("dtr", "dtr-full", "dtr-local", "lru", "largest", "msps", "megengine", PLANNED)
 
 
-class TreeNet(nn.Module):
-    """A network that recurses over a binary tree: no two steps need have the same ops."""
+class TreeLSTM(nn.Module):
+    """A binary TreeLSTM (Tai et al., 2015): it recurses over a tree, so that no two steps need have the same ops."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.leaf = nn.Embedding(100, width)
-        self.gates = nn.Linear(2 * width, 4 * width)
+        self.leaf = nn.Embedding(100, 2 * width)
+        self.gates = nn.Linear(2 * width, 5 * width)
         self.batch = 256
 
-    def forward(self, leaves: int, draw: random.Random) -> Tensor:
-        """Return the vectors of random trees of `leaves` leaves."""
+    def forward(self, leaves: int, draw: random.Random) -> tuple[Tensor, Tensor]:
+        """Return outputs and memory cells of random trees of `leaves` leaves."""
         if leaves == 1:
-            return self.leaf(torch.randint(100, (self.batch,), device=self.leaf.weight.device))
+            words = torch.randint(100, (self.batch,), device=self.leaf.weight.device)
+            h, c = self.leaf(words).chunk(2, 1)
+            return h, c
         left = draw.randrange(1, leaves)
-        i, f, g, o = self.gates(torch.cat((self(left, draw), self(leaves - left, draw)), 1)).chunk(4, 1)
-        return o.sigmoid() * (i.sigmoid() * g.tanh() + f.sigmoid()).tanh()
+        (h, c), (h_right, c_right) = self(left, draw), self(leaves - left, draw)
+        i, f, f_right, g, o = self.gates(torch.cat((h, h_right), 1)).chunk(5, 1)
+        c = i.sigmoid() * g.tanh() + f.sigmoid() * c + f_right.sigmoid() * c_right
+        return o.sigmoid() * c.tanh(), c
 
 
 class ExpertLayer(nn.Module):
@@ -89,13 +94,13 @@ def build_experts(device: str) -> tuple[nn.Module, Step]:
 
 
 def build_tree(device: str) -> tuple[nn.Module, Step]:
-    """Return a recursive network, and a step on a random tree."""
-    model, draw = TreeNet(128).to(device), random.Random(0)
+    """Return a TreeLSTM, and a step of about 2,000 ops on a random tree."""
+    model, draw = TreeLSTM(128).to(device), random.Random(0)
     state = draw.getstate()
 
     def step() -> Tensor:
         draw.setstate(state)  # each turn has the same tree
-        loss: Tensor = model(30, draw).square().mean()
+        loss: Tensor = model(_LEAVES, draw)[0].square().mean()
         return loss
 
     return model, step

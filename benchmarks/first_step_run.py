@@ -145,7 +145,7 @@ class Run:
         swaps = (f"step {use.step} after {use.seconds:.1f} s: {use.reason}" for use in step.history[1:])
         last = step.plan
         self._note(last_overhead=last.overhead, last_gap=last.gap, measured_peak_bytes=last.measured_peak_bytes)
-        self._note(swaps="; ".join(swaps), arena_bytes=last.arena_bytes, predicted_s=last.step_s or last.time_s)
+        self._note(swaps="; ".join(swaps), arena_bytes=last.arena_bytes, predicted_s=last.predicted_s)
 
     def _train(self, step: Step, *, began: float | None = None, watched: int = 0) -> None:
         """Take all steps.

@@ -94,14 +94,13 @@ class OffloadRow(Solved):
 
 @dataclass(frozen=True, slots=True)
 class OffloadCase:
-    """One model on one device: `make` returns the timed step without `options`; each solve has the limit."""
+    """One model on one device: `make` returns the timed step without `options`."""
 
     suite: str
     model: str
     make: Callable[[], Graph]
     options: OptionSettings
     budgets: Sequence[str]
-    limit_s: float = LIMIT_S
 
 
 def solve(case: OffloadCase, known: Sequence[OffloadRow]) -> Iterator[OffloadRow]:
@@ -129,7 +128,7 @@ def solve(case: OffloadCase, known: Sequence[OffloadRow]) -> Iterator[OffloadRow
             **collect_provenance(),
         )
         own = graphs.get(method, offered)
-        row, result = solve_row(blank, own, WallClock(case.limit_s), "windows" if method in OURS else method)
+        row, result = solve_row(blank, own, WallClock(LIMIT_S), "windows" if method in OURS else method)
         if result is not None and result.schedule is not None:
             computed, host_bytes = result.schedule.computed, sum(simulate(own, result.schedule).pool_peaks_bytes[1:])
             copied = sum(own.ops[op].optional for op in computed)

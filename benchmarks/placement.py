@@ -203,8 +203,8 @@ def compare(name: str, pair: str, step: Workload, devices: Pair, budget: str, *,
             method=method,
             status=_format_status(result),
             **select_attributes(result, "time_s", "bound_s", "seconds", "budget_bytes", "peak_bytes"),
-            serial_s=result.settings.get("serial_s"),
-            serial_bound_s=result.settings.get("serial_bound_s"),
+            serial_s=result.settings.serial_s,
+            serial_bound_s=result.settings.serial_bound_s,
             placed=placed,
             copied=len(optional) - placed,
             **collect_provenance(),
@@ -219,8 +219,8 @@ def compare(name: str, pair: str, step: Workload, devices: Pair, budget: str, *,
 
 def _format_status(result: Result) -> str:
     """Return the status; the serial optimum is one of the sum, which is no bound on its makespan."""
-    serial_s, bound_s = result.settings.get("serial_s"), result.settings.get("serial_bound_s")
-    if result.bound_s is None and isinstance(serial_s, float) and isinstance(bound_s, float):
+    serial_s, bound_s = result.settings.serial_s, result.settings.serial_bound_s
+    if result.bound_s is None and serial_s is not None and bound_s is not None:
         return decide_status(serial_s, bound_s, TOLERANCE)
     return result.status
 

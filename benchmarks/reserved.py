@@ -78,12 +78,12 @@ class ReservedRow(Made):
     status: str = declare_text("of the addresses, or why there is no plan")
 
 
-def plan_row(model: str, graph: Graph, counts: str, budget: str, limit_s: float) -> ReservedRow:
+def plan_row(model: str, graph: Graph, counts: str, budget: str) -> ReservedRow:
     """Return the row of a plan, or of the reason why there is none."""
     row = partial(ReservedRow, model=model, counts=counts, budget=budget, static_bytes=graph.static_bytes, **collect_provenance())
     arena = counts == ARENA
     memory = CountedMemory.RESERVED if arena else counts
-    find_plan = partial(solve, graph, time_limit_s=limit_s, tolerance=TOLERANCE)
+    find_plan = partial(solve, graph, time_limit_s=PLAN_LIMIT_S, tolerance=TOLERANCE)
     try:
         plan = find_plan(budget, memory=memory, arena=arena)
     except (BudgetError, LimitError) as error:
@@ -142,11 +142,11 @@ def _fits_one_segment(training: Training, size_bytes: int) -> bool:
     return sum(not segment.small for segment in allocator.segments.values()) == 1
 
 
-def run(model: str, known: Sequence[ReservedRow], *, limit_s: float = PLAN_LIMIT_S) -> Iterator[ReservedRow]:
+def run(model: str, known: Sequence[ReservedRow]) -> Iterator[ReservedRow]:
     """Yield the rows of a model that are not `known`."""
     graph = build_graph(MODELS[model], optimizer="adamw")
     for counts, budget in find_missing_keys(product(COUNTS, BUDGETS), known, "counts", "budget"):
-        yield plan_row(model, graph, counts, budget, limit_s)
+        yield plan_row(model, graph, counts, budget)
 
 
 def _format_overrun(row: ReservedRow) -> str | None:

@@ -183,6 +183,28 @@ def import_cycles(modules: list[Module]) -> list[set[str]]:
     return [names for names in groups if len(names) > 1]
 
 
+def find_private_uses(sources: list[Module], tests: list[Module]) -> list[str]:
+    """Return the attributes of our own objects that tests use although their names begin with an underscore.
+
+    Left out are names that another library or protocol defines too (``_replace`` of tuples, ``_repr_html_``), and helpers that
+    tests share, which are one place for each of them.
+    """
+    ours: set[str] = set()
+    for node in (node for module in sources for node in ast.walk(module.tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            ours.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            ours.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    private = {name for name in ours if re.fullmatch("_[a-zA-Z].*[^_]", name)} - {"_replace", "_ops", "_compiled_call_impl"}
+    return [
+        f"{module.name}: {ast.unparse(node)}"
+        for module in tests
+        if not module.name.startswith("tests.support")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and node.attr in private and ast.unparse(node.value) not in ("self", "cls", "super()")
+    ]
+
+
 def measure(root: Path) -> dict[str, str]:
     """Return the figures of the checkout at `root`, by name."""
     figures: dict[str, str] = {}
@@ -205,6 +227,7 @@ def measure(root: Path) -> dict[str, str]:
     comments, lines = sum(map(count_comment_lines, sources)), sum(module.lines for module in sources)
     figures["comments"] = f"{comments:,} ({100 * comments / max(1, lines):.1f} for 100 lines)"
     figures["files at the top of `planner`"] = str(len(list((root / "planner").glob("*.py"))))
+    figures["uses of private names in tests"] = str(len(find_private_uses(sources, folders["tests"])))
     cycles = import_cycles(sources)
     figures["modules in import cycles (cycles)"] = f"{sum(map(len, cycles))} ({len(cycles)})"
     return figures

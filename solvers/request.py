@@ -1,13 +1,13 @@
 """The request to a solver, the same for all solvers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Self, TypeVar, cast
 
 from planner.graphs.ir import Graph
 from planner.graphs.schedule import Schedule
 from planner.solvers.clock import Clock, WallClock, measure_rest
-from planner.solvers.result import Ending, SolveProgress
+from planner.solvers.result import Ending, SolveProgress, SolveSettings
 from planner.solvers.tolerance import DEFAULT, Tolerance
 
 Params = TypeVar("Params")
@@ -26,10 +26,9 @@ class Start:
     windows: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, schedule: Schedule, settings: Mapping[str, object]) -> Self:
+    def of(cls, schedule: Schedule, settings: SolveSettings) -> Self:
         """Return the start from a known schedule, with the windows that its solve has recorded in `settings`."""
-        windows = settings.get("windows")
-        return cls(schedule, tuple(windows) if isinstance(windows, list) else ())
+        return cls(schedule, tuple(settings.windows or ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class Request:
         return replace(self, graph=graph, start=start, on_schedule=lambda schedule, bound_s: tell(to_own(schedule), bound_s))
 
     @property
-    def settings(self) -> dict[str, object]:
+    def settings(self) -> SolveSettings:
         """Limit and tolerance, as recorded in results."""
         limit = "work_limit" if self.clock.counts_work else "time_limit_s"
-        return {"tolerance": self.tolerance.first, limit: self.clock.limit}
+        return SolveSettings(self.tolerance.first, {limit: self.clock.limit})

@@ -1,16 +1,15 @@
 """The result of a solver, and its progress."""
 
-from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any
 
 from planner.graphs.errors import BudgetError
 from planner.graphs.ir import Graph
 from planner.graphs.schedule import Schedule
 from planner.graphs.simulate import simulate
-
-T = TypeVar("T")
 
 
 class Status(StrEnum):
@@ -44,17 +43,73 @@ def is_within(time_s: float | None, bound_s: float | None, tolerance: float) -> 
     return gap is not None and gap <= tolerance + _ROUNDING
 
 
-def decide_status(time_s: float | None, bound_s: float | None, tolerance: float) -> Status:
+def decide_status(time_s: float | None, bound_s: float | None, tolerance: float | None) -> Status:
     """Return the status of a solve that ended with a schedule; this alone defines what is optimal."""
-    if not is_within(time_s, bound_s, tolerance):
+    if not is_within(time_s, bound_s, OPTIMAL_GAP if tolerance is None else tolerance):
         return Status.FEASIBLE
     return Status.OPTIMAL if is_within(time_s, bound_s, OPTIMAL_GAP) else Status.WITHIN
 
 
-def get_tolerance(settings: Mapping[str, object], default: T) -> float | T:
-    """Return the tolerance that a solve was settled for by its `settings`; `default` if they have none."""
-    found = settings.get("tolerance")
-    return float(found) if isinstance(found, int | float) else default
+@dataclass(frozen=True, eq=False)
+class SolveSettings(Mapping[str, object]):
+    """The settings of a solve, as used, and what it has recorded for later ones; as a mapping, what files have.
+
+    Files have the fields in this order, without those that are None; for `limit`, `method` and `options` their entries.
+
+    Attributes:
+        tolerance: the gap at which the solve was settled; None for methods that prove nothing.
+        limit: ``time_limit_s`` or ``work_limit``.
+        method: other settings of the solver, for people.
+        schedules: the class of schedules that the bound is for; None: all that first execute the ops in the same order.
+        serial_s, serial_bound_s: least sum of the times of executed ops, and the bound on it, of ``xengine``.
+        windows: as in ``planner.solvers.request.Start``.
+        arena_solves: how many solves an arena took.
+        arena_bytes, outside_arena_bytes: as in ``planner.plans.record.PlanRecord``, predicted.
+        arena_offsets: offsets of the buffers, in the order of ``ArenaRules.divide_buffers``.
+        max_overhead: asked for in place of a budget.
+        least_budget_proved_bytes: no schedule needs less for that.
+        reordered: True if the order of first executions is not that of the program.
+        allocated_budget_bytes: the budget of allocated bytes that one of reserved bytes was solved for.
+        no_arena: why a step runs in no arena although memory is tight.
+        options: those of the graph (``planner.settings.option_settings``).
+    """
+
+    tolerance: int | float | None = None
+    limit: Mapping[str, float | None] = field(default_factory=dict)
+    method: Mapping[str, object] = field(default_factory=dict)
+    schedules: str | None = None
+    serial_s: float | None = None
+    serial_bound_s: float | None = None
+    windows: Sequence[int] | None = None
+    arena_solves: int | None = None
+    arena_bytes: int | None = None
+    outside_arena_bytes: int | None = None
+    arena_offsets: tuple[int, ...] | None = None
+    max_overhead: int | float | None = None
+    least_budget_proved_bytes: int | None = None
+    reordered: bool | None = None
+    allocated_budget_bytes: int | None = None
+    no_arena: str | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    @cached_property
+    def _recorded(self) -> Mapping[str, object]:
+        """The settings as in files."""
+        recorded: dict[str, object] = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value is not None:
+                recorded |= value if isinstance(value, Mapping) else {one.name: value}
+        return recorded
+
+    def __getitem__(self, name: str) -> object:
+        return self._recorded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._recorded)
+
+    def __len__(self) -> int:
+        return len(self._recorded)
 
 
 class Reason(StrEnum):
@@ -97,7 +152,7 @@ class Result:
         bound_s: lower bound on the time of all feasible schedules of the class that the solver searches.
         solver: its name in the registry.
         seconds: wall time of the solve.
-        settings: time limit, tolerance and other options, as used.
+        settings: as used.
         versions: of the libraries that did the work.
         model_rows, model_columns: of the largest program solved, if any.
         reason: for LIMIT, the reason if the solver states one.
@@ -119,7 +174,7 @@ class Result:
     bound_s: float | None
     solver: str
     seconds: float
-    settings: Mapping[str, object] = field(default_factory=dict)
+    settings: SolveSettings = field(default_factory=SolveSettings)
     versions: Mapping[str, str] = field(default_factory=dict)
     message: str = ""
     model_rows: int | None = None

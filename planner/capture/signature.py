@@ -21,8 +21,13 @@ class Constant:
     value: object
 
 
-pytree.register_pytree_node(Constant, lambda constant: ([], constant.value), lambda _, value: value)
-RETURNED = (int, float, str, Enum, torch.dtype, torch.device, torch.Size, type(None))  # types of constants that a step may return
+# A NaN is equal to itself in a tuple only.
+pytree.register_pytree_node(Constant, lambda constant: ([], (constant.value,)), lambda _, held: held[0])
+# Types of constants that a step may return.
+RETURNED = (
+    *(int, float, complex, str, bytes, slice, range, Enum, type(None)),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+)
 
 # The arguments of a step: by position, or by name.
 Batch = Sequence[object] | Mapping[str, object]

@@ -123,7 +123,7 @@ class KnownBudgets:
             schedule=self._witness,
             bound_s=bound_s,
             seconds=self.request.clock.seconds,
-            settings={**result.settings, "reordered": self._least.order != tuple(range(len(graph.ops)))},
+            settings=replace(result.settings, reordered=self._least.order != tuple(range(len(graph.ops)))),
             message="",
             reason=None,
             ended=self.request.choose_ending(),

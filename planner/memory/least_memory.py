@@ -11,7 +11,7 @@ from planner.solvers.bounds import bound_least_budget
 from planner.solvers.clock import measure_rest
 from planner.solvers.registry import Solver
 from planner.solvers.request import Request
-from planner.solvers.result import Result, SolveProgress, Status, decide_status, get_tolerance
+from planner.solvers.result import Result, SolveProgress, Status, decide_status
 
 _PRECISION = 0.01  # of the budget found: where the bisection ends
 _SEARCH_SHARE = 0.75  # of the clock: the rest is for the fastest schedule at the budget found
@@ -58,9 +58,9 @@ def solve_least_memory(run: Solver, request: Request, max_overhead: float) -> Re
             proved_bytes = max(proved_bytes, budget_bytes)
     found = run(replace(request, budget_bytes=high_bytes, clock=clock.start_part(max(1e-3, measure_rest(clock)))))
     if found.time_s is None or found.time_s > best_s:
-        status = decide_status(best_s, found.bound_s, get_tolerance(found.settings, 0.0))
+        status = decide_status(best_s, found.bound_s, found.settings.tolerance or 0.0)
         found = found.map_to(status=status, schedule=best, time_s=best_s, peak_bytes=high_bytes, reason=None, message="")
-    settings = {**found.settings, "max_overhead": max_overhead, "least_budget_proved_bytes": proved_bytes + 1}
+    settings = replace(found.settings, max_overhead=max_overhead, least_budget_proved_bytes=proved_bytes + 1)
     return found.map_to(settings=settings)
 
 

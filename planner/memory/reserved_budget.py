@@ -25,7 +25,7 @@ from planner.solvers.clock import measure_rest
 from planner.solvers.margins import Margins, MarginSearch, add_margins
 from planner.solvers.order.solve import SolvedOrder
 from planner.solvers.request import Request, Start
-from planner.solvers.result import SOLVED, Ending, Reason, Result, SolveProgress, Status, decide_status, is_within
+from planner.solvers.result import SOLVED, Ending, Reason, Result, SolveProgress, SolveSettings, Status, decide_status, is_within
 from planner.solvers.tolerance import Tolerance
 
 _SOLVES = 20  # without margins
@@ -331,9 +331,9 @@ class _Search:
             return None
         return Ending.STOPPED if self.must_stop() else self.request.choose_ending(first.ended)
 
-    def _build_settings(self, best: Result) -> dict[str, object]:
-        settled = {"tolerance": self._get_tolerance(best)} if "tolerance" in best.settings else {}
-        return {**best.settings, **settled, "allocated_budget_bytes": best.budget_bytes}
+    def _build_settings(self, best: Result) -> SolveSettings:
+        tolerance = None if best.settings.tolerance is None else self._get_tolerance(best)
+        return replace(best.settings, tolerance=tolerance, allocated_budget_bytes=best.budget_bytes)
 
     def _is_late(self) -> bool:
         """Return True if the clock is at its limit, or the caller insists on the end."""

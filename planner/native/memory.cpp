@@ -39,7 +39,7 @@ std::pair<int64_t, int64_t> count_holders(const Watch& watch) {
 // PyTorch's own counts, which differ between its versions.
 std::pair<int64_t, int64_t> count_unheld() {
   const at::Tensor tensor = at::empty({0});
-  const auto [uses, references] = count_holders({tensor.storage().getWeakStorageImpl(), nullptr, 0, 0});
+  const auto [uses, references] = count_holders({{}, tensor.storage().getWeakStorageImpl(), nullptr, 0, 0});
   return {uses - 1, references};
 }
 
@@ -95,7 +95,7 @@ StoragePtr Memory::add(const at::Tensor& tensor, StoragePtr object, bool visible
   }
   auto& storage = *object;
   storage.address = address_of(tensor);
-  storage.watch = new Watch{tensor.storage().getWeakStorageImpl(), &storage, storage.size_bytes, visible ? 0 : storage.size_bytes};
+  storage.watch = new Watch{{}, tensor.storage().getWeakStorageImpl(), &storage, storage.size_bytes, visible ? 0 : storage.size_bytes};
   if (!storage.is_owned() || !visible) {
     ask(storage.watch, young_);
   }

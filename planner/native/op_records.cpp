@@ -7,8 +7,6 @@
 // planner.train.eager.recording).
 //
 // An op that ends with an error may have written a part of its result, so that storage is kept, as it cannot be recomputed.
-//
-// Attributes of classes with slots are read in place.
 
 #include "op_records.h"
 
@@ -855,21 +853,20 @@ SavedTensor::~SavedTensor() {
   if (!records) { // it holds the tensor itself
     return;
   }
-  auto dropped = std::make_unique<std::shared_ptr<OpRecords>>(std::move(records));
   if (Py_IsInitialized() == 0) { // Python has ended
-    static_cast<void>(dropped.release());
+    static_cast<void>(new auto(std::move(records)));
     static_cast<void>(storage.release());
     return;
   }
   const py::gil_scoped_acquire locked;
   const py::error_scope kept;
   try {
-    (*dropped)->release(*this);
+    records->release(*this);
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("a saved tensor that autograd drops");
   }
   storage.reset();
-  dropped.reset();
+  records.reset();
 }
 
 void SavedTensor::call_pack_hook(const at::Tensor& tensor) {

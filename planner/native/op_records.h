@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "pooled.h"
+
 #include <Python.h>
 
 #include <ATen/core/Tensor.h>
@@ -63,7 +65,7 @@ struct OperatorFacts {
 };
 
 // What the record of an op depends on, but for its tensors.
-using Key = c10::SmallVector<int64_t, 24>;
+using Key = c10::SmallVector<int64_t, 64>;
 
 // The settings that kernels read: default dtype, and a bit each for oneDNN, cuDNN, its benchmarks, its deterministic algorithms.
 using KernelSettings = int64_t;
@@ -110,7 +112,7 @@ class OpRecords {
 };
 
 // The handle that autograd holds in place of a saved tensor, so that its storage can be evicted.
-struct SavedTensor final : torch::autograd::SavedVariableHooks {
+struct SavedTensor final : torch::autograd::SavedVariableHooks, Pooled<SavedTensor> {
   explicit SavedTensor(std::shared_ptr<OpRecords> of);
   ~SavedTensor() override;
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <Python.h>
-#include <structmember.h>
 
 #include <pybind11/pybind11.h>
 
@@ -47,15 +46,12 @@ inline double to_double(py::handle value) {
   return found;
 }
 
-// The name of an attribute, which is read in place where the class of an object has it in its __slots__.
+// The name of an attribute.
 class [[gnu::visibility("hidden")]] Name {
  public:
   explicit Name(const char* name) : name_(steal(PyUnicode_InternFromString(name))) {}
 
   py::object of(py::handle object) const {
-    if (PyObject* value = has_slot(object) ? at(object) : nullptr; value != nullptr) {
-      return borrow(value);
-    }
     return steal(PyObject_GetAttr(object.ptr(), name_.ptr()));
   }
 
@@ -65,23 +61,7 @@ class [[gnu::visibility("hidden")]] Name {
   }
 
  private:
-  PyObject*& at(py::handle object) const {
-    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object.ptr()) + offset_);
-  }
-
-  bool has_slot(py::handle object) const {
-    if (Py_TYPE(object.ptr()) != type_) {
-      type_ = Py_TYPE(object.ptr());
-      const auto found = steal(PyObject_Type(object.ptr())).attr("__dict__").attr("get")(name_);
-      const bool is_slot = Py_IS_TYPE(found.ptr(), &PyMemberDescr_Type);
-      offset_ = is_slot ? reinterpret_cast<PyMemberDescrObject*>(found.ptr())->d_member->offset : 0;
-    }
-    return offset_ != 0;
-  }
-
-  py::object name_;
-  mutable PyTypeObject* type_ = nullptr; // of the last object, and where it has the attribute: 0 if it is no slot
-  mutable Py_ssize_t offset_ = 0;
+  const py::object name_;
 };
 
 // Holds a lock of Python's.

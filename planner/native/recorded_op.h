@@ -4,6 +4,7 @@
 #pragma once
 
 #include "op_records.h"
+#include "pooled.h"
 #include "python_objects.h"
 #include "tracked_storage.h"
 
@@ -72,7 +73,7 @@ at::Tensor get_state(const at::Generator& generator);
 void set_state(at::Generator generator, const at::Tensor& state);
 
 // One execution of an operator: what is not the pattern's.
-struct [[gnu::visibility("hidden")]] RecordedOp final : c10::intrusive_ptr_target {
+struct [[gnu::visibility("hidden")]] RecordedOp final : c10::intrusive_ptr_target, Pooled<RecordedOp> {
   std::shared_ptr<OpPattern> pattern;
   pybind11::object module{};
   double seconds = 0;

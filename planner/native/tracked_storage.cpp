@@ -60,13 +60,13 @@ void TrackedStorage::release_resources() {
   }
   base.reset();
   snapshots.clear();
-  drop(std::exchange(chain, {}));
+  drop(std::move(chain));
 }
 
 void TrackedStorage::drop_records() {
   pinned = true;
   snapshots.clear();
-  drop(std::exchange(chain, {}));
+  drop(std::move(chain));
 }
 
 void TrackedStorage::move_aliases(const at::Tensor& tensor) {

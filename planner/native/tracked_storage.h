@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include "pooled.h"
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/SmallVector.h>
@@ -25,7 +27,7 @@ using Watches = std::vector<std::pair<c10::StorageImpl*, Watch*>>; // with their
 
 // Notes when memory is freed. PyTorch's weak references tell that if they are asked. A Python object for each storage would tell it
 // by itself, but counts as a user: then autograd adds up gradients in new memory, which takes longer, and other memory.
-struct Watch {
+struct Watch final : Pooled<Watch> {
   c10::weak_intrusive_ptr<c10::StorageImpl> memory;
   TrackedStorage* storage; // null if it was dropped before its memory
   int64_t size_bytes, extra_bytes; // `extra_bytes`: what plain eager PyTorch does not have of it
@@ -39,7 +41,7 @@ struct LedgerIds {
   std::vector<int64_t> dropped; // since the ledger was told
 };
 
-struct [[gnu::visibility("hidden")]] TrackedStorage final : c10::intrusive_ptr_target {
+struct [[gnu::visibility("hidden")]] TrackedStorage final : c10::intrusive_ptr_target, Pooled<TrackedStorage> {
   int64_t size_bytes; // 0 on devices whose memory is not budgeted
   int64_t version = 0; // number of in-place writes since the first contents
   int64_t address = 0; // in memory; 0 if it is not there

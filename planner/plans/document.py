@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -27,7 +28,10 @@ from planner.memory.reserved_prediction import Reserved
 from planner.plans.eager import Difference, DifferingOp, EagerComparison
 from planner.plans.record import GraphSummary, PlanRecord
 from planner.settings.counted_memory import CountedMemory
-from planner.solvers.result import SOLVED, Ending, Status, get_tolerance
+from planner.settings.option_settings import RECORDED_OPTIONS
+from planner.solvers.result import SOLVED, Ending, SolveSettings, Status
+
+_FREE = ("limit", "method", "options")  # fields of settings whose entries are in a file by themselves
 
 
 class PlanStatus(StrEnum):
@@ -167,7 +171,7 @@ def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Pla
     given |= {
         "graph": GraphSummary(**list_arguments(read.graph) | {"provenance": provenance}),
         "schedule": Schedule(tuple(_step_of(pair, i, read.graph, source) for i, pair in enumerate(read.steps))),
-        "settings": convert_to_json_object(read.settings, f"{source}: settings"),
+        "settings": _decode_settings(read.settings, source),
         "pool_peaks_bytes": read.pool_peaks_bytes or {},
         "differs": read.differs or (),
         "reserved": None if read.reserved is UNSET else Reserved(**list_arguments(read.reserved)),
@@ -178,9 +182,17 @@ def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Pla
     return plan
 
 
+def _decode_settings(recorded: Mapping[str, object], source: str) -> SolveSettings:
+    free = convert_to_json_object(recorded, f"{source}: settings")
+    typed = {one.name: free.pop(one.name) for one in fields(SolveSettings) if one.name not in _FREE and one.name in free}
+    given = convert_document(typed, SolveSettings, source, path="settings")
+    options = {name: free.pop(name) for name in RECORDED_OPTIONS if name in free}
+    return replace(given, method=free, options=options)
+
+
 def _check_status(status: PlanStatus, plan: PlanRecord, source: str) -> None:
     """Raise if a file calls a plan solved whose gap is over the tolerance that the file names."""
-    tolerance = get_tolerance(plan.settings, None)
+    tolerance = plan.settings.tolerance
     if Status(status.value) not in SOLVED or plan.status in SOLVED or tolerance is None:
         return
     is_not = "has no lower bound" if plan.gap is None else f"its gap of {plan.gap:.4%} is over the tolerance of {tolerance:.4%}"

@@ -9,8 +9,7 @@ from planner.graphs.units import format_bytes, format_ratio, format_seconds
 from planner.memory.reserved_prediction import Reserved
 from planner.plans.eager import EagerComparison, describe_slower
 from planner.settings.counted_memory import CountedMemory
-from planner.solvers.arena.solve import ARENA_OFFSETS, ARENA_SIZES
-from planner.solvers.result import OPTIMAL_GAP, SOLVED, Ending, Status, compute_gap, decide_status, get_tolerance
+from planner.solvers.result import SOLVED, Ending, SolveSettings, Status, compute_gap, decide_status
 
 # Why a solve ended with a gap above the tolerance, and what would help.
 _ENDINGS = {
@@ -19,7 +18,6 @@ _ENDINGS = {
     Ending.EXHAUSTED: "nothing was left to try: more time is of no use, but a larger budget, another order or an option may be",
     Ending.MEMORY: "its programs reached the limit on memory (most_bytes in BoundParams): a higher one may lower the gap",
 }
-NO_ARENA = "no_arena"  # in the settings of plans: why a step runs in no arena although memory is tight
 _HOST_SHARE = 0.01  # of the kernels' time: what the host may add to a step that is not called host-bound
 # By ``Graph.provenance``: where the times of ops come from.
 _COSTS = {"measured": "for the costs measured alone", "modelled": "for modelled costs"}
@@ -96,6 +94,8 @@ class PlanRecord:
         ended: why a solve ended with a gap above the tolerance; None for others, and if that is not known.
         step_s: `time_s` with the host's times, to issue ops and around them; None if these are not known. Bounds and gaps are of
             `time_s`.
+        corrected_s: seconds of a step at costs measured since, as `step_s`; None if there are none. Bound, gap and overhead stay
+            those that were proved together, until a solve has proved as much for the new costs. Not part of files.
         source: the graph itself, if it is in memory; not part of files, of pickles and of comparisons.
     """
 
@@ -107,7 +107,7 @@ class PlanRecord:
     bound_s: float | None
     solver: str
     seconds: float
-    settings: Mapping[str, object] = field(default_factory=dict)
+    settings: SolveSettings = field(default_factory=SolveSettings)
     versions: Mapping[str, str] = field(default_factory=dict)
     measured_peak_bytes: int | None = None
     arena_bytes: int | None = None
@@ -121,6 +121,7 @@ class PlanRecord:
     reserved: Reserved | None = None
     ended: Ending | None = None
     step_s: float | None = None
+    corrected_s: float | None = field(default=None, compare=False)
     source: Graph | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
@@ -157,7 +158,7 @@ class PlanRecord:
     @property
     def status(self) -> Status:
         """``OPTIMAL``, ``WITHIN`` or ``FEASIBLE``: what the gap is by the tolerance at which the solve ended."""
-        return decide_status(self.time_s, self.bound_s, get_tolerance(self.settings, OPTIMAL_GAP))
+        return decide_status(self.time_s, self.bound_s, self.settings.tolerance)
 
     @property
     def ending(self) -> str:
@@ -177,7 +178,7 @@ class PlanRecord:
     @property
     def host_bound(self) -> str:
         """The time that the host adds to the predicted one, in words; "" if it is next to nothing, or not known."""
-        return _describe_host_bound(self.time_s, self.predicted_s, self.graph.around_s)
+        return _describe_host_bound(self.time_s, self._solved_s, self.graph.around_s)
 
     @property
     def arena(self) -> str:
@@ -191,16 +192,14 @@ class PlanRecord:
         """Why the step runs in no arena although memory is tight, in words; "" if it runs in one, or memory is not tight."""
         if self.arena:
             return ""
-        if ARENA_SIZES[0] in self.settings:
+        if self.settings.arena_bytes is not None:
             return "no arena yet: no step has run in it, or its C++ library is not compiled"
-        why = self.settings.get(NO_ARENA)
-        return f"no arena: {why}" if why else ""
+        return f"no arena: {self.settings.no_arena}" if self.settings.no_arena else ""
 
     @property
     def arena_offsets(self) -> tuple[int, ...]:
         """The offsets of the buffers in an arena on the CPU, in the order of ``ArenaRules.divide_buffers``; empty if unknown."""
-        offsets = self.settings.get(ARENA_OFFSETS, ())
-        return tuple(offsets) if isinstance(offsets, (tuple, list)) else ()
+        return self.settings.arena_offsets or ()
 
     def _step_time(self) -> str:
         """Return the predicted overhead over keeping everything as text, with the measured one over eager PyTorch if known."""
@@ -276,7 +275,12 @@ class PlanRecord:
 
     @property
     def predicted_s(self) -> float:
-        """Predicted seconds of a step: `time_s` if nothing is known of the host."""
+        """Predicted seconds of a step, at the latest costs; without the host's times if these are not known."""
+        return self._solved_s if self.corrected_s is None else self.corrected_s
+
+    @property
+    def _solved_s(self) -> float:
+        """Predicted seconds of a step at the costs that the bound holds for."""
         return self.time_s if self.step_s is None else self.step_s
 
     @property
@@ -287,7 +291,7 @@ class PlanRecord:
     @property
     def overhead(self) -> float:
         """Predicted time of recomputation as a fraction of the step without any."""
-        return self.predicted_s / self.graph.predicted_s - 1 if self.graph.predicted_s else 0.0
+        return self._solved_s / self.graph.predicted_s - 1 if self.graph.predicted_s else 0.0
 
 
 def describe_ending(ended: Ending) -> str:

@@ -34,7 +34,7 @@ from planner.memory.reserved import (
 )
 from planner.memory.reserved_budget import combine_stops, solve_counted
 from planner.plans.plan import Plan
-from planner.plans.record import NO_ARENA, GraphSummary
+from planner.plans.record import GraphSummary
 from planner.plans.select_attributes import select_attributes
 from planner.plans.summary import get_other_peaks, get_step_time, summarize
 from planner.progress import OnProgress, Stage, Stages, list_views
@@ -42,7 +42,6 @@ from planner.settings.budget import Budget, Overhead, read_budget_or_overhead
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings, select_settings
-from planner.solvers.arena.solve import ARENA_SIZES
 from planner.solvers.clock import Clock
 from planner.solvers.order.reorder import find_order, map_result_back
 from planner.solvers.registry import get_solver
@@ -279,9 +278,12 @@ class _Plans:
         graph, schedule = self.graph, result.schedule
         judged = simulate(graph, schedule)  # it was mapped back from other problems
         result = result.map_to(**select_attributes(judged, "peak_bytes", "time_s"))
-        arena_bytes, outside_bytes = map(result.settings.get, ARENA_SIZES)
-        noted = {NO_ARENA: self.settings.no_arena} if self.settings.no_arena else {}
-        limit = {name: clock.limit for name in ("time_limit_s", "work_limit") if name in result.settings}
+        settings = replace(
+            result.settings,
+            limit=dict.fromkeys(result.settings.limit, clock.limit),
+            no_arena=self.settings.no_arena or None,
+            options=self.settings.options.record(graph),
+        )
         plan = Plan(
             graph=self.summary,
             schedule=schedule,
@@ -289,14 +291,14 @@ class _Plans:
             memory=self.memory,
             **select_attributes(result, "peak_bytes", "time_s", "bound_s", "solver", "versions", "ended"),
             seconds=clock.seconds,
-            settings={**result.settings, **limit, **noted, **self.settings.options.record(graph)},
+            settings=settings,
             pool_peaks_bytes=get_other_peaks(graph, judged),
             step_s=get_step_time(graph, judged),
             differs=describe_differences(graph, schedule.computed),
             gradient_error=predict_gradient_error(graph, schedule.computed),
             source=graph,
-            arena_bytes=arena_bytes if isinstance(arena_bytes, int) else None,
-            outside_arena_bytes=outside_bytes if isinstance(outside_bytes, int) else None,
+            arena_bytes=settings.arena_bytes,
+            outside_arena_bytes=settings.outside_arena_bytes,
         )
         if self.eager_reserved_bytes is None:
             return plan
@@ -360,5 +362,6 @@ def judge_on(graph: Graph, plan: Plan) -> Plan:
         reserved=reserved,
         pool_peaks_bytes=get_other_peaks(graph, found),
         step_s=get_step_time(graph, found),
+        corrected_s=None,
         source=graph,
     )

@@ -17,9 +17,11 @@ from planner.graphs.units import format_seconds, parse_budget, parse_rate
 from planner.settings.link import format_rate, get_measured_link, get_published_link
 from planner.settings.other_devices import DEVICES_KEY, decode_devices, encode_devices
 from planner.solvers.registry import check_solver, check_takes
+from planner.solvers.result import SolveSettings
 
 # The rate per direction of PCIe 4, or of PCIe 5 during a training step that uses memory itself.
 LINK = "25GB/s"
+RECORDED_OPTIONS = ("options", "exact", DEVICES_KEY, "link", "host_budget_bytes")  # keys of ``OptionSettings.record``
 _HOST_SHARE = 0.5  # of the free memory
 
 
@@ -213,7 +215,7 @@ def build_option_settings(
     return OptionSettings(tuple(options), rate, host_bytes, exact, asked)
 
 
-def read_recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
+def read_recorded_link(settings: SolveSettings) -> KnownLink | None:
     """Return the link in the settings of a plan; None if no option of the plan transfers tensors.
 
     Raises:
@@ -221,7 +223,7 @@ def read_recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
     """
     if Need.LINK not in needs(read_recorded_options(settings)):
         return None
-    said = settings.get("link")
+    said = settings.options.get("link")
     try:
         source = msgspec.convert(said, dict[str, object]).get("source")
         return KnownLink(msgspec.convert(said, Link), msgspec.convert(source, LinkSource))
@@ -229,27 +231,27 @@ def read_recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
         raise _build_edited_error(f"a link of {said!r} ({error})") from None
 
 
-def apply_recorded_options(graph: Graph, settings: Mapping[str, object]) -> Graph:
+def apply_recorded_options(graph: Graph, settings: SolveSettings) -> Graph:
     """Return `graph` with exactly the options in the settings of a plan.
 
     Raises:
         MismatchError: the settings are none that a solve records.
         GraphError: there is no such option, or it cannot be added to this graph, or the graph was traced without it.
     """
-    names, exact = read_recorded_options(settings), settings.get("exact")
+    names, exact = read_recorded_options(settings), settings.options.get("exact")
     only = None if exact is None else _read_names("exact ops", exact)  # all ops may be offered
-    known, others = read_recorded_link(settings), decode_devices(settings)
+    known, others = read_recorded_link(settings), decode_devices(settings.options)
     if known is None:
         return apply_options(graph, names, Surroundings(others=others) if others else None, only)
-    host_bytes = settings.get("host_budget_bytes")
+    host_bytes = settings.options.get("host_budget_bytes")
     if not isinstance(host_bytes, int):
         raise _build_edited_error(f"the options {names!r} with {host_bytes!r} bytes of host memory")
     return apply_options(graph, names, Surroundings(known.link, host_bytes, others), only)
 
 
-def read_recorded_options(settings: Mapping[str, object]) -> tuple[str, ...]:
+def read_recorded_options(settings: SolveSettings) -> tuple[str, ...]:
     """Return the options in the settings of a plan; raise a MismatchError if they are no names."""
-    return _read_names("options", settings.get("options") or ())
+    return _read_names("options", settings.options.get("options") or ())
 
 
 def _read_names(what: str, names: object) -> tuple[str, ...]:

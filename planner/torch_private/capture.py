@@ -74,6 +74,9 @@ from torch._dynamo.symbolic_convert import (
 from torch._dynamo.utils import (
     dynamo_timed as _dynamo_timed,
     get_metrics_context as _metrics_context,
+    numpy_method_wrapper,
+    numpy_operator_wrapper,
+    numpy_to_tensor_wrapper,
 )
 from torch._dynamo.variables import (
     BackwardHookVariable,  # full backward hooks of a module, around a call
@@ -179,6 +182,8 @@ FOLLOWS_REQUIRES_GRAD = _REQUIRES_GRAD_CHECK if hasattr(OutputGraph, _REQUIRES_G
 # Torch 2.11 skips guards on the tensors of an unchanged dictionary, though their requires_grad may have changed. Only the
 # version tells; torch compares it with strings as versions.
 GUARD_SETTINGS: dict[str, Any] = {"skip_tensor_guards_with_matching_dict_tags": False} if torch.__version__ < "2.12" else {}
+
+NUMPY_WRAPPERS = (numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper)  # what a graph calls for NumPy
 
 # Gradients inside the step (torch.autograd.grad) are captured as ops, where Dynamo knows how: not before 2.12.
 GRADIENT_SETTINGS: dict[str, Any] = {"trace_autograd_ops": True} if hasattr(dynamo_config, "trace_autograd_ops") else {}
@@ -369,6 +374,19 @@ def _run_configured(
 ) -> Any:
     with dynamo_config.patch(**settings) if wanted(tx) else nullcontext():
         return run(tx, *args, **kwargs)
+
+
+def guard_empty_hooks_where(wanted: Callable[[Any], bool]) -> None:
+    """Make Dynamo capture frames of compilers that are `wanted` again when hooks come to modules that had none."""
+    wrap_for_good(CheckFunctionManager, "__init__", partial(_guard_empty_hooks, wanted))
+
+
+def _guard_empty_hooks(
+    wanted: Callable[[Any], bool], build: Any, manager: Any, code: Any, graph: Any, *others: Any, **by_name: Any
+) -> None:
+    compiler = getattr(graph, "compiler_fn", None)
+    with dynamo_config.patch(skip_nnmodule_hook_guards=False) if compiler is not None and wanted(compiler) else nullcontext():
+        build(manager, code, graph, *others, **by_name)
 
 
 def follow_requires_grad_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:

@@ -19,7 +19,7 @@ from planner.solvers.arena.needs import ArenaRules, Needs, count_known_moments
 from planner.solvers.clock import Clock, measure_rest
 from planner.solvers.margins import Margins, MarginSearch, add_margins
 from planner.solvers.request import Request
-from planner.solvers.result import OPTIMAL_GAP, SOLVED, Reason, Result, SolveProgress, Status, decide_status, get_tolerance
+from planner.solvers.result import SOLVED, Reason, Result, SolveProgress, Status, decide_status
 
 _SOLVES = 12  # with margins, until a schedule fits
 _BETTER = 3  # after that, with smaller margins
@@ -31,7 +31,6 @@ _QUICK, _PLACE = (0.02, 1.0), (0.05, 5.0)
 _MISFITS, _FASTER = 3, 0.002
 
 # In the settings of results: sizes, and the offsets of the buffers in the arena, in the order of ``ArenaRules.divide_buffers``.
-ARENA_SIZES, ARENA_OFFSETS = ("arena_bytes", "outside_arena_bytes"), "arena_offsets"
 
 Solve = Callable[[Request], Result]
 
@@ -204,16 +203,19 @@ class _Joint:
 
     def _choose_status(self, result: Result) -> Status:
         assert self.best is not None
-        return decide_status(self.best.time_s, self.bound_s, get_tolerance(result.settings, OPTIMAL_GAP))
+        return decide_status(self.best.time_s, self.bound_s, result.settings.tolerance)
 
     def _build_result(self, result: Result) -> Result:
         """Return the result of the whole; `result` is that of the last solve."""
         request, best = self.request, self.best
-        settings = {**result.settings, **request.settings, "tolerance": get_tolerance(result.settings, None)}
-        settings["arena_solves"] = self.solves
+        settings = replace(result.settings, limit=request.settings.limit, arena_solves=self.solves)
         if best is not None:
-            settings |= dict(zip(ARENA_SIZES, (best.offsets.height_bytes, best.outside_bytes), strict=True))
-            settings[ARENA_OFFSETS] = best.offsets.offsets
+            settings = replace(
+                settings,
+                arena_bytes=best.offsets.height_bytes,
+                outside_arena_bytes=best.outside_bytes,
+                arena_offsets=best.offsets.offsets,
+            )
             status, message = self._choose_status(result), self._describe_defect(result)
         elif result.status in (Status.INFEASIBLE, Status.ERROR) and not self.margins.now:
             status, message = result.status, result.message

@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -120,11 +120,8 @@ def solve(request: Request) -> Result:
             written = model.build(request.is_stopped)
             answer = solve_model(model, params.milp_solver, tolerance * graph.time_s, request) if written else NOT_WRITTEN
             verdict = _judge(model, answer, request)
-    settings = {
-        **request.settings,
-        "milp_solver": params.milp_solver,
-        "schedules": describe_class(graph, CLASS),
-    }
+    method = {"milp_solver": params.milp_solver}
+    settings = replace(request.settings, method=method, schedules=describe_class(graph, CLASS))
     return build_result(request, "checkmate", verdict, settings=settings, versions=read_versions(params.milp_solver))
 
 

@@ -21,6 +21,7 @@ option ``in_place`` here, which replace several ops and are left out.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from planner.graphs.checks import check_plain
 from planner.graphs.ir import Graph, Phase
@@ -181,7 +182,7 @@ def solve(request: Request) -> Result:
     """
     graph = request.graph
     check_plain(remove_computed(graph))
-    settings = {**request.settings, "schedules": describe_class(graph, CLASS)}
+    settings = replace(request.settings, schedules=describe_class(graph, CLASS))
     return build_result(request, "monet", _reach_verdict(request), settings=settings, versions={"highs": highs.read_version()})
 
 

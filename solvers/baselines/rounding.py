@@ -7,7 +7,7 @@ was not in memory before, or if an executed op reads it. The schedule frees as e
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from planner.graphs.schedule import Schedule, schedule_of
@@ -72,15 +72,14 @@ def solve(request: Request) -> Result:
     else:
         rounding.run()
         verdict = rounding.reach_verdict()
-    settings = {
-        **request.settings,
+    method = {
         "milp_solver": params.milp_solver,
         "fraction": rounding.fraction,
         "thresholds": list(params.thresholds),
         "samples": params.samples,
         "seed": params.seed,
-        "schedules": describe_class(request.graph, CLASS),
     }
+    settings = replace(request.settings, method=method, schedules=describe_class(request.graph, CLASS))
     return build_result(request, "rounding", verdict, settings=settings, versions=read_versions(params.milp_solver))
 
 

@@ -40,11 +40,10 @@ The makespan is at least each clock. So that its bound is not just that of the b
 for an op p that produces an input of t: if p and t are executed once, on d and e, there is a copy between them.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from types import MappingProxyType
 
 import numpy as np
 
@@ -62,7 +61,7 @@ from planner.solvers.clock import Clock, measure_rest
 from planner.solvers.highs.builder import ONE, Term, Weighted
 from planner.solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks
 from planner.solvers.request import Request
-from planner.solvers.result import Reason, Result, Status
+from planner.solvers.result import Reason, Result, SolveSettings, Status
 
 MOST_COLUMNS = 40_000
 MOST_DECISIONS = 24_000  # of R and S: with A they are 40,000
@@ -523,13 +522,12 @@ def solve(request: Request, *, rule: str = XEngineRule.SERIAL) -> Result:
     found = _solve_program(request, program, overlapped=overlapped)
     if isinstance(found, Verdict):
         return finish(found)
-    settings = {
+    method = {
         "objective": "makespan" if overlapped else "serial sum",
         "copies": "stay, and are made ahead" if overlapped else "stay" if params.stay else "for a stage",
         "executed": "again where it helps" if params.again else "once",
-        "serial_s": found.serial_s,
-        "serial_bound_s": found.serial_bound_s,
     }
+    settings = replace(request.settings, method=method, serial_s=found.serial_s, serial_bound_s=found.serial_bound_s)
     if found.bound_s is not None:
         return finish(judge(request, found.schedule, found.bound_s), settings)
     return finish(Verdict(Status.FEASIBLE, found.schedule), settings)
@@ -556,8 +554,8 @@ def _solve_program(request: Request, program: XEngineProgram, *, overlapped: boo
     return _solve_overlapped(request, program, answer.values, found) or _report_too_large(program.placement)
 
 
-def _build_result(request: Request, rule: str, verdict: Verdict, settings: Mapping[str, object] = MappingProxyType({})) -> Result:
-    settings = {**request.settings, **settings}
+def _build_result(request: Request, rule: str, verdict: Verdict, settings: SolveSettings | None = None) -> Result:
+    settings = settings or request.settings
     return build_result(request, rule, verdict, settings=settings, versions={"highs": highs.read_version()})
 
 

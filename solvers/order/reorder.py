@@ -8,6 +8,7 @@ after a minute.
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 from planner.graphs.ir import Graph
@@ -31,7 +32,7 @@ def map_result_back(order: Reordering, result: Result) -> Result:
     Its bound is valid for schedules whose first executions are in the new order.
     """
     schedule = None if result.schedule is None else order.map_back(result.schedule)
-    return result.map_to(schedule=schedule, settings={**result.settings, "reordered": order.changed})
+    return result.map_to(schedule=schedule, settings=replace(result.settings, reordered=order.changed))
 
 
 def find_order(graph: Graph, clock: Clock | None = None, should_stop: Callable[[], bool] | None = None) -> Reordering:

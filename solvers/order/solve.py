@@ -22,7 +22,7 @@ from planner.solvers.clock import BackgroundThread, Clock
 from planner.solvers.order.reorder import find_order, lowers_peak, map_result_back, may_lower_peak, reorder_by
 from planner.solvers.registry import Solver
 from planner.solvers.request import Request, Start
-from planner.solvers.result import SOLVED, Ending, Result, SolveProgress, Status, decide_status, get_tolerance, is_within
+from planner.solvers.result import SOLVED, Ending, Result, SolveProgress, Status, decide_status, is_within
 
 _POLL = 0.05  # of the clock
 _GRACE_S = 5.0  # wait for its end after a request to stop
@@ -209,9 +209,10 @@ def _continue(first: SolvedOrder, solve: Solver, request: Request) -> SolvedOrde
     if (known.bound_s or 0.0) <= (second.result.bound_s or 0.0):
         return _choose_faster(first, second)
     faster = _choose_faster(first, second).result
-    status = decide_status(faster.time_s, known.bound_s, get_tolerance(second.result.settings, request.tolerance.first))
+    tolerance = second.result.settings.tolerance or request.tolerance.first
+    status = decide_status(faster.time_s, known.bound_s, tolerance)
     ended = (second.result.ended or request.choose_ending()) if status is Status.FEASIBLE else None
-    settings = {**second.result.settings, **({"windows": list(start.windows)} if start.windows else {})}
+    settings = replace(second.result.settings, windows=list(start.windows) or second.result.settings.windows)
     return replace(first, result=faster.map_to(bound_s=known.bound_s, status=status, ended=ended, settings=settings))
 
 

@@ -5,6 +5,8 @@ solution is decoded to a schedule. Where the schedule exceeds the budget, the pr
 the idea, docs/formulation.md the program, ``driver.py`` the loop.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from planner.graphs.units import format_bytes, format_enough
@@ -52,7 +54,12 @@ def solve(request: Request) -> Result:
         bound_s=None if status is Status.INFEASIBLE else search.incumbent.bound_s,
         solver="windows",
         seconds=request.clock.seconds,
-        settings={**request.settings, "tolerance": settled, "params": search.params.export(), **_record_windows(search)},
+        settings=replace(
+            request.settings,
+            tolerance=settled,
+            method={"params": search.params.export()},
+            windows=list(search.models.refined.ends) if search.problem.places.plain else None,  # else each branch has its own
+        ),
         versions={"highs": highs.read_version(), "numpy": np.__version__},
         message=message,
         reason=Reason.TIME if status is Status.LIMIT else None,
@@ -60,11 +67,6 @@ def solve(request: Request) -> Result:
         model_rows=search.models.largest[0],
         model_columns=search.models.largest[1],
     )
-
-
-def _record_windows(search: Search) -> dict[str, object]:
-    """Return the setting ``windows``, from which a solve with other times may start; with options each branch has its own."""
-    return {"windows": list(search.models.refined.ends)} if search.problem.places.plain else {}
 
 
 def _reach_verdict(search: Search, settled: float, least_bytes: int) -> tuple[Status, str]:

@@ -71,3 +71,13 @@ class Op:
 
 def test_comments_are_counted(checkout: Path) -> None:
     assert [structure.count_comment_lines(module) for module in structure.read(checkout, "solvers")] == [1, 0]
+
+
+def test_private_names_of_our_objects_are_counted_in_tests_outside_of_support(checkout: Path) -> None:
+    (checkout / "tests" / "support").mkdir(parents=True)
+    (checkout / "solvers" / "box.py").write_text("class Box:\n    def __init__(self):\n        self._first = self._last_ = 0\n")
+    used = "box._first\nself._first\nrow._replace(a=1)\nbox._last_\nother._unknown\n"
+    for name in ("test_box.py", "support/boxes.py"):
+        (checkout / "tests" / name).write_text(used)
+    sources, tests = (structure.read(checkout, folder) for folder in ("solvers", "tests"))
+    assert structure.find_private_uses(sources, tests) == ["tests.test_box: box._first"]

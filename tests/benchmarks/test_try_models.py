@@ -94,50 +94,55 @@ def branching(m: Any, x: torch.Tensor) -> torch.Tensor:
     return hidden[hidden.sum(1) > 0].sum()
 
 
-def test_every_way_to_train_is_a_row() -> None:
-    rows = tried(blocks, PLANNED, CHECKPOINTING)
-    at_shares = [f"{PLANNED} at {share:.0%}" for share in try_models.SHARES]
-    both = [f"{way}{which}" for way in (*at_shares, AT_ITS_PEAK) for which in (FIRST, "")]
-    assert list(rows) == [EAGER, *both[:-2], CHECKPOINTING, *both[-2:]]
-    assert {row.status for row in rows.values()} == {RAN}
-    assert {row.different for row in rows.values()} == {0}
-    for row in [rows[way] for way in both]:
-        assert row.storages_bytes <= row.peak_bytes <= row.budget_bytes
-        assert row.swaps is not None and (row.ratio is None) == row.way.endswith(FIRST)
-    for row in [rows[way] for way in (*at_shares, AT_ITS_PEAK)]:
-        assert row.ratio > 0
-    assert rows[AT_ITS_PEAK].budget_bytes == rows[CHECKPOINTING].peak_bytes
-    assert rows[AT_ITS_PEAK].other_ratio is not None
-    assert (rows[CHECKPOINTING].peak_bytes or 0) < (rows[EAGER].peak_bytes or 0)
+AT_HALF = f"{PLANNED} at 50%"
+SHARED = tuple(f"{entry} at {share}" for entry in (COMPILE, CHECKPOINT, BACKEND) for share in ("100%", "50%"))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
-def test_a_model_in_an_arena_and_without() -> None:
-    rows = tried(blocks, IN_ARENA)
-    assert list(rows) == [EAGER, *(f"{way}{which}" for way in (PLANNED, IN_ARENA) for which in (FIRST, ""))]
-    assert all(row.status == RAN and row.different == 0 for row in rows.values())
-    arena = rows[IN_ARENA]
-    assert arena.other_ratio
-    assert arena.outside_bytes < 0.1 * arena.arena_bytes
-    assert rows[PLANNED].arena_bytes is None
-    assert list(list_failures(list(rows.values()))) == []
+@pytest.mark.parametrize(
+    ("ways", "rows"),
+    [
+        (
+            (PLANNED, CHECKPOINTING),
+            (f"{AT_HALF}{FIRST}", AT_HALF, CHECKPOINTING, f"{AT_ITS_PEAK}{FIRST}", AT_ITS_PEAK),
+        ),
+        pytest.param(
+            (IN_ARENA,),
+            tuple(f"{way}{which}" for way in (PLANNED, IN_ARENA) for which in (FIRST, "")),
+            marks=[pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="it compiles the allocator")],
+        ),
+        (ENTRIES, (*SHARED, f"{REMATERIALIZE} at 50%")),
+    ],
+    ids=["plans", "arena", "entries"],
+)
+def test_every_way_to_train_has_a_row_with_bits_and_memory(ways: tuple[str, ...], rows: tuple[str, ...]) -> None:
+    found = tried(blocks, *ways)
+    assert tuple(found) == (EAGER, *rows)
+    assert [(row.status, row.different) for row in found.values()] == [(RAN, 0)] * len(found), found
+    assert list(list_failures(list(found.values()))) == []
+    for way, row in found.items():
+        assert way in (EAGER, CHECKPOINTING) or row.budget_bytes
+        if way.startswith((PLANNED, AT_ITS_PEAK)):
+            assert row.storages_bytes <= row.peak_bytes <= row.budget_bytes
+        if way.startswith((PLANNED, AT_ITS_PEAK, IN_ARENA)):
+            assert row.swaps is not None and (row.ratio is None) == way.endswith(FIRST)
+        if way == CHECKPOINTING or way in SHARED[1::2]:
+            assert row.peak_bytes < found[EAGER].peak_bytes
+    if CHECKPOINTING in ways:
+        assert found[AT_ITS_PEAK].budget_bytes == found[CHECKPOINTING].peak_bytes
+        assert found[AT_ITS_PEAK].other_ratio is not None
+    if IN_ARENA in ways:
+        arena = found[IN_ARENA]
+        assert arena.other_ratio and arena.outside_bytes < 0.1 * arena.arena_bytes
+        assert found[PLANNED].arena_bytes is None
 
 
-def test_every_entry_point_has_rows_with_bits_and_memory() -> None:
-    rows = tried(blocks, *ENTRIES)
-    shares = [f"{entry} at {share}" for entry in (COMPILE, CHECKPOINT, BACKEND) for share in ("100%", "50%")]
-    assert list(rows) == [EAGER, *shares, f"{REMATERIALIZE} at 50%"]
-    assert [(row.status, row.different) for row in rows.values()] == [(RAN, 0)] * len(rows), rows
-    assert list(list_failures(list(rows.values()))) == []
-    assert all(row.budget_bytes for way, row in rows.items() if way != EAGER)
-    for way in shares[1::2]:
-        assert (rows[way].peak_bytes or 0) < (rows[EAGER].peak_bytes or 0)
-
-
-def test_model_that_is_refused_by_one_entry_point_is_tried_by_the_others() -> None:
+def test_refused_model_is_a_row_and_tried_by_the_other_ways() -> None:
     rows = tried(lambda: Workload(Reading(), None, (torch.randn(256, 16),)), COMPILE, REMATERIALIZE)
     assert [rows[way].status for way in ("compile at 100%", "compile at 50%", "rematerialize at 50%")] == [REFUSED, REFUSED, RAN]
+    rows = tried(lambda: Workload(FunctionModule(branching, inner=nn.Linear(4, 4)), None, (torch.randn(8, 4),)), PLANNED)
+    assert list(rows) == [EAGER, PLANNED]
+    assert rows[PLANNED].status == REFUSED
+    assert "depends on the data" in str(rows[PLANNED].message)
 
 
 def test_between_the_passes_a_model_changes_its_buffers() -> None:
@@ -149,13 +154,6 @@ def test_between_the_passes_a_model_changes_its_buffers() -> None:
         workload.model.centre.zero_()
         measure(workload.batch)
         assert workload.model.centre.abs().sum() > 0
-
-
-def test_refused_model_is_a_row() -> None:
-    rows = tried(lambda: Workload(FunctionModule(branching, inner=nn.Linear(4, 4)), None, (torch.randn(8, 4),)), PLANNED)
-    assert list(rows) == [EAGER, PLANNED]
-    assert rows[PLANNED].status == REFUSED
-    assert "depends on the data" in str(rows[PLANNED].message)
 
 
 @pytest.mark.parametrize(

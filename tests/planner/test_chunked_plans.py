@@ -35,6 +35,7 @@ from planner.settings.plan import PlanSettings
 from planner.show.facts.graph import collect_graph_facts
 from planner.show.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
 from planner.show.report.graph_text import describe_graph
+from planner.solvers.result import SolveSettings
 from planner.train.compile.compare_eager import warn_of_differences
 from tests.support.cli import call, refused
 from tests.support.marks import slow
@@ -223,7 +224,7 @@ def test_only_exact_ops_are_offered_and_the_plan_says_which(half_exact: Graph, t
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan
     with pytest.raises(MismatchError, match="the exact ops 'all', which no solve records"):
-        apply_recorded_options(half_exact, {**plan.settings, "exact": "all"})
+        apply_recorded_options(half_exact, SolveSettings(options={**plan.settings, "exact": "all"}))
     assert "exact" not in solve(half_exact, "100%", options=["chunks"], tolerance=0.5).settings
 
 
@@ -237,7 +238,8 @@ def test_exact_plan_runs_on_a_recaptured_step(half_exact: Graph, workload: Workl
 def test_calls_go_with_the_ops_that_are_left(half_exact: Graph, workload: Workload) -> None:
     captured = tracing.restore_recorded(tracing.capture_step(workload, PlanSettings()), half_exact.provenance, ["chunks"])
     names = [op.name for op in half_exact.ops if op.optional and op.exact]
-    held = replace_graph(captured, apply_recorded_options(captured.graph, {"options": ["chunks"], "exact": names}))
+    settings = SolveSettings(options={"options": ["chunks"], "exact": names})
+    held = replace_graph(captured, apply_recorded_options(captured.graph, settings))
     before = dict(zip((op.name for op in captured.graph.ops), captured.program.calls, strict=True))
     assert [before[op.name].outputs for op in held.graph.ops] == [c.outputs for c in held.program.calls]
     assert all(before[op.name].composed is call.composed for op, call in zip(held.graph.ops, held.program.calls, strict=True))

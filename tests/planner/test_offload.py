@@ -22,6 +22,7 @@ from planner.settings.link import MEASURED_LINK, LinkProfile, LinkRates
 from planner.settings.option_settings import LINK, RECOMPUTATION, KnownLink, LinkSource, build_option_settings
 from planner.show.facts.graph import collect_graph_facts
 from planner.solvers.order.reorder import find_order
+from planner.solvers.result import SolveSettings
 from tests.support.cli import call, refused
 
 GB = 10**9
@@ -189,9 +190,9 @@ def test_the_command_writes_a_plan_that_is_read_and_checked(
     write_plan(replace(plan, pool_peaks_bytes={HOST: 1}), plan_file)
     refused(call(capsys, "info", plan_file), 1, "other pools")
     with pytest.raises(MismatchError, match="no solve records"):
-        check_with_its_graph(replace(plan, settings={**plan.settings, "link": "fast"}), plan_file)
+        check_with_its_graph(replace(plan, settings=SolveSettings(options={**plan.settings.options, "link": "fast"})), plan_file)
     for name, value in (("link", {**asdict(Link.even(1.0)), "source": "heard"}), ("link", {}), ("host_budget_bytes", "all")):
-        write_plan(replace(plan, settings={**plan.settings, name: value}), plan_file)
+        write_plan(replace(plan, settings=SolveSettings(options={**plan.settings.options, name: value})), plan_file)
         refused(call(capsys, "info", plan_file), 1, "no solve records")
 
 
@@ -201,7 +202,7 @@ def test_offload_plans_are_checked_before_they_run(step: Graph) -> None:
     for wrong, why in (
         (replace(plan, pool_peaks_bytes={HOST: 1}), "in other pools"),
         (replace(plan, peak_bytes=plan.peak_bytes // 2), "a peak of"),
-        (replace(plan, settings={}), "the plan is for another graph"),
+        (replace(plan, settings=SolveSettings()), "the plan is for another graph"),
     ):
         with pytest.raises(MismatchError, match=why):
             check_sizes(step, wrong)

@@ -23,6 +23,7 @@ from planner.plans.plan import read_plan
 from planner.plans.solve import solve
 from planner.settings.option_settings import apply_recorded_options, build_option_settings
 from planner.settings.other_devices import DEVICES_KEY, decode_devices, encode_devices, parse_device
+from planner.solvers.result import SolveSettings
 from tests.support.graphs.random_choices import found_in_a_step
 from tests.support.graphs.small_graphs import diamond
 from tests.support.models.outcomes import assert_equal_steps
@@ -153,8 +154,9 @@ def test_device_names_are_parsed() -> None:
             parse_device(name)
 
 
-def edited(times_s: object) -> dict[str, object]:
-    return {"options": ["placement"], DEVICES_KEY: [{"name": "cpu", "times_s": times_s, "bytes_per_s": 1.0}]}
+def edited(times_s: object) -> SolveSettings:
+    device = {"name": "cpu", "times_s": times_s, "bytes_per_s": 1.0}
+    return SolveSettings(options={"options": ["placement"], DEVICES_KEY: [device]})
 
 
 def test_malformed_device_measurements_raise() -> None:
@@ -178,7 +180,7 @@ def test_recorded_settings_restore_the_graph_of_a_plan() -> None:
         copies = "offload" in options
         options_given = build_option_settings(options, "3GB/s" if copies else None, 1000 if copies else None, exact=exact)
         offered = options_given.apply(graph)
-        assert apply_recorded_options(graph, options_given.record(graph)) == offered
+        assert apply_recorded_options(graph, SolveSettings(options=options_given.record(graph))) == offered
         assert (len(offered.pools), "host_budget_bytes" in options_given.record(graph)) == (3 + copies, copies)
         stand_ins = [op for op in offered.ops if op.stream == "compute@cpu"]
         assert all(op.exact for op in stand_ins) is exact

@@ -13,7 +13,7 @@ from planner.graphs.simulate import Simulation
 from planner.graphs.synthetic.small import make_training_chain
 from planner.graphs.synthetic.transformer import TransformerSize, transformer
 from planner.solvers import result as results
-from planner.solvers.result import Result, Status
+from planner.solvers.result import Result, SolveSettings, Status
 
 CHAIN = make_training_chain(6)
 KEEP = Result(CHAIN, 7, Status.OPTIMAL, keep_everything(CHAIN), 12.0, "test", 0.0)
@@ -35,7 +35,7 @@ def test_a_mapped_result_keeps_time_and_peak_without_another_simulation(monkeypa
         raise AssertionError("simulated again")
 
     monkeypatch.setattr(results, "simulate", refuse)
-    mapped = KEEP.map_to(settings={"reordered": True})
+    mapped = KEEP.map_to(settings=SolveSettings(reordered=True))
     assert (mapped.time_s, mapped.peak_bytes, mapped.settings) == (12.0, 7, {"reordered": True})
 
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import planner
+from planner.runtime.executor import Executor
 from planner.torch_private.core import get_local_tensor
 from tests.support.budgets import half_way_known
 from tests.support.processes import FORKSERVER, begin
@@ -19,6 +21,12 @@ def on_processes(count: int, checks: Sequence[Callable[[int], None]], folder: Pa
     """Call each of `checks` with its rank, on `count` processes; what fails there fails here."""
     given = (count, checks, str(folder / "store"))
     torch.multiprocessing.start_processes(_fork, given, nprocs=1, start_method=FORKSERVER)
+
+
+def get_executor(step: planner.PlannedStep) -> Executor:
+    """Return what executes a step, whose `debug` is a function around it."""
+    assert step._executor is not None
+    return step._executor
 
 
 def update_both(eager: nn.Module, planned: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:

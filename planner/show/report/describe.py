@@ -18,7 +18,7 @@ from planner.settings.link import MEASURED_LINK, get_measured_link
 from planner.settings.option_settings import read_recorded_link, read_recorded_options
 from planner.settings.other_devices import DEVICES_KEY, decode_devices
 from planner.show.views.text import format_aligned, format_table
-from planner.solvers.result import get_tolerance
+from planner.solvers.result import SolveSettings
 
 if TYPE_CHECKING:
     from planner.measure.run_plan import RunReport
@@ -99,17 +99,17 @@ def _format_copied(plan: Plan) -> str:
     return f", {plan.copied:,} copies{'' if plan.pool_peaks_bytes.keys() <= {HOST} else ' and ops on other devices'}"
 
 
-def _describe_price(settings: Mapping[str, object]) -> list[tuple[str, str]]:
+def _describe_price(settings: SolveSettings) -> list[tuple[str, str]]:
     """Return the line on the overhead that the budget was derived from; empty if the budget itself was given."""
-    overhead, proved_bytes = settings.get("max_overhead"), settings.get("least_budget_proved_bytes")
-    if not isinstance(overhead, int | float) or not isinstance(proved_bytes, int):
+    overhead, proved_bytes = settings.max_overhead, settings.least_budget_proved_bytes
+    if overhead is None or proved_bytes is None:
         return []
     return [("at max overhead", f"{format_ratio(overhead)}: proved to need no less than {format_bytes(proved_bytes)}")]
 
 
 def _format_tolerance(plan: Plan) -> str:
     """Return the tolerance of the solve as text; "" if the settings do not contain it."""
-    tolerance = get_tolerance(plan.settings, None)
+    tolerance = plan.settings.tolerance
     return f", tolerance {100 * tolerance:g}%" if tolerance is not None else ""
 
 
@@ -230,9 +230,8 @@ def _describe_repeated_eager_steps(report: "RunReport") -> list[str]:
 
 def _bound_of(plan: Plan) -> str:
     """Return for which schedules the bound holds; solvers that search a smaller class name it in their settings."""
-    narrower = plan.settings.get("schedules")
-    taken = escape_text(str(narrower)) if narrower else "each op first in program order"
-    order = " as reordered" if plan.settings.get("reordered") else ""
+    taken = escape_text(plan.settings.schedules or "each op first in program order")
+    order = " as reordered" if plan.settings.reordered else ""
     return f"no schedule that fits, and takes {taken}{order}, is faster"
 
 

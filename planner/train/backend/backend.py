@@ -41,6 +41,7 @@ from planner.train.backend import polyfills as polyfills  # registers them with 
 from planner.train.backend.joint_capture import capture_joint, rewrite_as_eager
 from planner.train.backend.missing_gradients import leave_out_unread
 from planner.train.backend.model_calls import CALL, call_model
+from planner.train.backend.numpy_functions import warn_of_numpy
 from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
 from planner.train.backend.returned_views import take_out_views
 from planner.train.backend.settings import BackendSettings, parse_backend_options
@@ -82,6 +83,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
     budget = _share_budget(parse_backend_options(options))
     if (call := CALL.get()) is not None:
         call.trains |= _may_train(module)
+    warn_of_numpy(module.graph)
     add_views = take_out_views(module)
     compile_module = _compile_kernels if budget.settings.kernels == "inductor" else _compile
     compiled = compile_module(module, inputs, budget)
@@ -320,6 +322,7 @@ def _is_run_as_eager(translator: private.InstructionTranslatorBase) -> bool:
 keep_dynamo_as_eager_where(_is_run_as_eager, ExitStack())
 replace_calls_where(_is_planned, ExitStack())
 private.fix_sizes_where(_is_planned)
+private.guard_empty_hooks_where(lambda compiler: _is_planner(private.innermost_backend(compiler)))
 ExitStack().enter_context(call_at_end(write_data_in_place_where(_is_planned, ExitStack())))
 # NumPy's random numbers are drawn by NumPy: Dynamo would take them from PyTorch's generator. It leaves out code with an LSTM.
 # Where code captures nothing once, such as behind the last iteration of a loop, it would run without its graphs from then on.

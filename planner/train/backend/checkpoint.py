@@ -135,7 +135,6 @@ def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
         recompile_limit=_MOST_SIZES,
         fail_on_recompile_limit_hit=True,  # instead of running without a plan
         optimize_ddp=False,  # it would split the graph by buckets
-        skip_nnmodule_hook_guards=False,  # hooks that come later are called as in eager mode
         ignore_logger_methods=find_logging_methods(),
     )
 

@@ -31,7 +31,7 @@ from planner.memory.release import release_large_blocks, release_unused
 from planner.memory.reserved import choose_memory
 from planner.plans.keep_everything import explain_not_fitting, is_memory_tight
 from planner.plans.plan import Plan
-from planner.plans.record import NO_ARENA, plan_line
+from planner.plans.record import plan_line
 from planner.plans.search import StepSearch
 from planner.plans.summary import check_same_graph, summarize
 from planner.progress import Stage, Stages
@@ -450,7 +450,7 @@ class Compiler:
         executor = Executor(
             offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels, sharding=self.wrapper.sharding
         )
-        asked = plan.arena_bytes is not None or (self.settings.arena and NO_ARENA not in plan.settings)
+        asked = plan.arena_bytes is not None or (self.settings.arena and plan.settings.no_arena is None)
         if asked and (not self.chose_arena or install_if_compiled()):
             executor.use_arena(self.slab, plan.arena_offsets)
         elif isinstance(self.slab, SharedPool) and self.slab.pool is not None:  # of an earlier plan

@@ -12,6 +12,7 @@ from planner.graphs.errors import PlannerError, UsageError
 from planner.graphs.options.option import Feature
 from planner.measure.kernel_settings import collect_kernel_settings
 from planner.measure.steps import describe_device
+from planner.memory.release import leave_out_present_objects
 from planner.plans.cache import PlanCache, warn_unusable
 from planner.plans.plan_check import check_sizes
 from planner.plans.record import plan_line
@@ -133,7 +134,7 @@ def check_trains() -> None:
 def _plan_size(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
     """Return the step for batches like `batch`, from the cache if possible."""
     wrapper, cache = compiler.wrapper, compiler.settings.cache
-    with compiler.stages.restart() as stages:
+    with compiler.stages.restart() as stages, leave_out_present_objects():
         compiler = replace(compiler, stages=stages)
         plans = wrapper.ranks.run_each(lambda: None if cache is None else PlanCache(cache))
         with wrapper.open():

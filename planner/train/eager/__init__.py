@@ -33,8 +33,8 @@ ops of each signature are measured (``device_costs``).
 What is in memory, what is evicted and how it is recomputed is the library's too (``storages`` has what Python sees of it), with
 the ledger, as ``planner.solvers.online`` defines it: an op that evicts or recomputes calls Python only for the plan of its step.
 
-``recording`` has what the library asks of Python. ``modules`` knows which module is running, ``garbage`` how often garbage is
-collected, and ``sizes`` what ops will allocate, beside the library's rules for common ones; ``session`` has the public API.
-``step_follower`` logs each step; ``step_log`` turns it into a graph; ``step_plans`` has repeated steps solved, and returns what
-their plans evict. ``enough_budget`` finds a budget that is large enough for a recorded step.
+``recording`` has what the library asks of Python. ``modules`` knows which module is running, and ``sizes`` what ops will
+allocate, beside the library's rules for common ones; ``session`` has the public API. ``step_follower`` logs each step;
+``step_log`` turns it into a graph; ``step_plans`` has repeated steps solved, and returns what their plans evict.
+``enough_budget`` finds a budget that is large enough for a recorded step.
 """

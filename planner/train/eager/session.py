@@ -38,7 +38,6 @@ from planner.torch_private.core import (
 )
 from planner.train.eager.device_costs import create_costs
 from planner.train.eager.enough_budget import find_enough_bytes
-from planner.train.eager.garbage import COLLECTED_RARELY
 from planner.train.eager.native_recording import NativeRecording, prepare_library
 from planner.train.eager.recording import Recorder
 from planner.train.eager.sizes import OutputSizes
@@ -162,7 +161,6 @@ class Rematerialization:
             if self._counted is not CountedMemory.ALLOCATED:
                 block.enter_context(limit_allocator(self._device, memory.budget_bytes))
             block.callback(recorder.close)
-            block.enter_context(COLLECTED_RARELY)
             block.callback(follower.close)
             block.enter_context(recorder.module)
             block.enter_context(recording.enter())

@@ -7,7 +7,7 @@ from planner.graphs.schedule import Schedule
 from planner.graphs.simulate import simulate
 from planner.graphs.units import format_bytes
 from planner.solvers.request import Request
-from planner.solvers.result import Reason, Result, Status, decide_status
+from planner.solvers.result import Reason, Result, SolveSettings, Status, decide_status
 
 _WORK_PER_STEP = 8e-6  # per step of a schedule and its simulation
 
@@ -32,7 +32,7 @@ class Verdict:
 
 
 def build_result(
-    request: Request, solver: str, verdict: Verdict, *, settings: Mapping[str, object], versions: Mapping[str, str] | None = None
+    request: Request, solver: str, verdict: Verdict, *, settings: SolveSettings, versions: Mapping[str, str] | None = None
 ) -> Result:
     """Return the result of `solver`, the name in the registry, with a verdict."""
     return Result(
@@ -95,11 +95,12 @@ def answer(
         return build_failure(request, solver, why, Reason.TIME if ended else Reason.MEMORY, settings=settings)
     status = decide_status(best[0], request.graph.time_s, request.tolerance.first)
     verdict = Verdict(status, best[2].schedule, request.graph.time_s)
-    return build_result(request, solver, verdict, settings={**(settings or {}), **best[2].settings})
+    return build_result(request, solver, verdict, settings=SolveSettings(method={**(settings or {}), **best[2].settings}))
 
 
 def build_failure(
     request: Request, solver: str, why: str, reason: Reason, *, settings: Mapping[str, object] | None = None
 ) -> Result:
     """Return the result of a policy that found nothing, which proves nothing about other schedules."""
-    return build_result(request, solver, Verdict(Status.LIMIT, message=why, reason=reason), settings=settings or {})
+    verdict = Verdict(Status.LIMIT, message=why, reason=reason)
+    return build_result(request, solver, verdict, settings=SolveSettings(method=settings or {}))

@@ -32,6 +32,19 @@ def test_written_graph_reads_back_equal(graph: Graph) -> None:
     assert [op.time_s.hex() for op in again.ops] == [op.time_s.hex() for op in graph.ops]
 
 
+SETTINGS = """{"tolerance": 0, "time_limit_s": null, "params": {"bounds": {}}, "schedules": "some", "serial_s": 2.5,
+"serial_bound_s": 1.5, "windows": [3, 5], "arena_solves": 2, "arena_bytes": 4, "outside_arena_bytes": 1, "arena_offsets": [0, 2],
+"max_overhead": 1, "least_budget_proved_bytes": 7, "reordered": false, "allocated_budget_bytes": 8, "no_arena": "slower",
+"options": ["offload"], "exact": [], "devices": [], "link": {"source": "given"}, "host_budget_bytes": 9}"""
+
+
+def test_settings_keep_the_order_and_form_of_files(plan: Plan) -> None:
+    text = files.format_json({**plan_to_dict(plan), "settings": json.loads(SETTINGS)})
+    read = plan_from_dict(json.loads(text))
+    assert files.format_json(plan_to_dict(read)) == text
+    assert (read.settings.tolerance, read.settings.windows, read.arena_offsets) == (0, [3, 5], (0, 2))
+
+
 @given(plans())
 def test_written_plan_reads_back_equal(plan: Plan) -> None:
     assert plan_from_dict(through_text(plan_to_dict(plan))) == plan
@@ -263,6 +276,7 @@ BROKEN_PLANS: list[tuple[str, Any, str]] = [
     ("solver", 1, "solver is 1: expected `str`, got `int`"),
     ("seconds", -1, "seconds is -1: expected `float` >= 0.0"),
     ("settings", 1, "settings is 1: expected `object`, got `int`"),
+    ("settings.windows", "all", 'settings.windows is "all": expected `array | null`, got `str`'),
     ("settings.limit", INFINITE, "settings.limit is Infinity: must be finite"),
     ("versions", {"a": 1}, 'versions is {"a": 1}: expected `str`, got `int`'),
     ("measured_peak_bytes", "much", 'measured_peak_bytes is "much": expected `int | null`, got `str`'),

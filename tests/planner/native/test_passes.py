@@ -22,12 +22,13 @@ from planner.capture.rewrites.reproducible_random import draw_dropout
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.graphs.errors import PlannerError
 from planner.graphs.schedule import keep_everything
 from planner.measure.pool_memory import measure_peak
-from planner.native import library
-from planner.native.library import wait_for_library
+from planner.native.library import describe_library, find_library, is_being_compiled, library_path, wait_for_library
 from planner.native.passes import NativePass, use_python_passes
 from planner.runtime.executor import Executor
+from tests.support.library_states import set_library
 from tests.support.logs import lines_of
 from tests.support.marks import slow
 from tests.support.models.steps import STEPS, capture_of, classes, make, random_schedule
@@ -252,12 +253,11 @@ def test_an_error_of_python_comes_through_as_it_is() -> None:
 
 def test_the_first_calls_run_in_python_until_the_library_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = wait_for_library()
-    monkeypatch.setattr(library._LOADER, "library", None)
-    monkeypatch.setattr(library._LOADER, "start", lambda: None)
+    set_library(monkeypatch, None)
     executor, _, workload = failing()
     before = outcome(executor, workload)
     assert not isinstance(native_passes(executor)[0], NativePass)
-    monkeypatch.setattr(library._LOADER, "library", loaded)
+    set_library(monkeypatch, loaded)
     workload.model.zero_grad()
     assert_equal(before[:2], outcome(executor, workload)[:2])
     assert all(isinstance(each, NativePass) for each in native_passes(executor))
@@ -269,11 +269,12 @@ def train_without_compiler(folder: str) -> None:
     with lines_of("planner") as lines:
         step = planner.compile(model, lambda y, target: (y * target).sum(), batch, budget="100%")
         step(*batch).backward()
-        library._LOADER.wait()
+        with pytest.raises(PlannerError, match=r"the C\+\+ library cannot be compiled: .*; install a compiler"):
+            wait_for_library()
         model.zero_grad()
         step(*batch).backward()
     assert torch.equal(model.bias.grad, torch.full((4,), 2.0))
-    assert library.find_library() is None and library._LOADER.problem
+    assert find_library() is None and not is_being_compiled()
     assert any("run their passes in Python" in line for line in lines)
 
 
@@ -292,7 +293,7 @@ def test_lists_that_a_pass_returns_are_new() -> None:
 
 def test_doctor_says_where_the_library_is() -> None:
     wait_for_library()
-    assert str(library.library_path()) in library.describe_library()
+    assert str(library_path()) in describe_library()
 
 
 class SeenOperators(torch.utils._python_dispatch.TorchDispatchMode):

@@ -294,7 +294,7 @@ def test_the_status_follows_from_gap_and_tolerance() -> None:
     plan = planner.solve(GRAPH, BUDGET, tolerance=5.0, work_limit=5.0, reorder=False)
     close = replace(plan, bound_s=plan.time_s / 1.0005)
     assert close.status is Status.OPTIMAL
-    assert replace(close, settings={**close.settings, "tolerance": 1e-4}).status is Status.FEASIBLE
+    assert replace(close, settings=replace(close.settings, tolerance=1e-4)).status is Status.FEASIBLE
     assert replace(close, bound_s=plan.time_s / 7).status is Status.FEASIBLE
     assert replace(close, bound_s=None).status is Status.FEASIBLE
     written = plan_to_dict(plan)

@@ -24,7 +24,7 @@ from planner.settings.option_settings import build_option_settings
 from planner.settings.other_devices import DEVICES_KEY, encode_devices
 from planner.solvers.clock import WorkClock
 from planner.solvers.request import Request, Start
-from planner.solvers.result import Ending, Result, Status
+from planner.solvers.result import Ending, Result, SolveSettings, Status
 from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import Curve, solve_curve
 from planner.studies.curve_table import build_curve_data
@@ -268,7 +268,7 @@ def unsolved(budget_bytes: int, bound_s: float, seconds: float) -> Result:
 
 def with_a_gap(schedule: Schedule, ended: Ending | None, seconds: float = 1.0) -> Result:
     """A result for 5 bytes."""
-    settings = {"windows": [3, 11]}
+    settings = SolveSettings(windows=[3, 11])
     return Result(make_training_chain(6), 5, Status.FEASIBLE, schedule, 12.0, "scripted", seconds, settings, ended=ended)
 
 

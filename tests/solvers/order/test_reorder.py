@@ -29,7 +29,7 @@ from planner.solvers.order.reorder import find_order, list_constraints, lowers_p
 from planner.solvers.order.solve import OrderSearch, SolvedOrder, solve_in, solve_in_best_order
 from planner.solvers.registry import Solver, get_solver
 from planner.solvers.request import Request, Start
-from planner.solvers.result import Ending, Result, SolveProgress, Status
+from planner.solvers.result import Ending, Result, SolveProgress, SolveSettings, Status
 from planner.solvers.tolerance import Tolerance
 from planner.studies.curve import solve_curve
 from planner.studies.max_batch import Wanted, find_max_batch
@@ -587,7 +587,7 @@ def test_a_solve_that_goes_on_with_little_time_loses_no_bound(more_s: float) -> 
             request.clock.spend(0.1)
         known = get_solver("windows")(Request(request.graph, 53_000)).schedule
         found = Result(slow if request.graph == graph else request.graph, 53_000, Status.FEASIBLE, known, 0.0, "windows", 1.0)
-        return found.map_to(bound_s=shares.get(len(calls), 0.1) * found.time_s, settings={"windows": [len(calls)]})
+        return found.map_to(bound_s=shares.get(len(calls), 0.1) * found.time_s, settings=SolveSettings(windows=[len(calls)]))
 
     found = solve_in_best_order(solve, Request(graph, 53_000, Tolerance.of(1e-3), WorkClock(100.0)))
     assert [call.graph == graph for call in calls] == [True, False, True, False]

@@ -15,6 +15,7 @@ from planner.graphs.pools import COMPUTE, DEVICE, Pool
 from planner.graphs.schedule import Compute, Free, Schedule
 from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
+from planner.solvers.result import SolveSettings
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 sizes = st.integers(0, 2**63 - 1)
@@ -115,7 +116,7 @@ def plans(draw: st.DrawFn) -> Plan:
         bound_s=draw(st.none() | times),
         solver=draw(names),
         seconds=draw(times),
-        settings=draw(st.dictionaries(names, free, max_size=2)),
+        settings=SolveSettings(method=draw(st.dictionaries(names, free, max_size=2))),
         versions=draw(st.dictionaries(names, names, max_size=2)),
         measured_peak_bytes=draw(st.none() | sizes),
         pool_peaks_bytes=draw(st.dictionaries(names, sizes, max_size=2)),

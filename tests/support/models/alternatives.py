@@ -15,6 +15,7 @@ from planner.graphs.schedule import Schedule, schedule_of
 from planner.graphs.simulate import simulate
 from planner.plans.plan import Plan
 from planner.plans.summary import summarize
+from planner.solvers.result import SolveSettings
 
 
 def schedule_with(graph: Graph, stand_ins: Collection[Op]) -> Schedule:
@@ -184,6 +185,6 @@ def plan_of(graph: Graph, schedule: Schedule, budget_bytes: int | None = None) -
         bound_s=None,
         solver="by hand",
         seconds=0.0,
-        settings={"options": ["chunks"]},
+        settings=SolveSettings(options={"options": ["chunks"]}),
         differs=describe_differences(graph, schedule.computed),
     )

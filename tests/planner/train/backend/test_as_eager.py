@@ -126,6 +126,17 @@ def test_numbers_that_python_draws_are_those_of_eager_mode(name: str, entry: Ent
     assert_same(*results)
 
 
+def test_hooks_on_saved_tensors_around_a_step_copy_what_the_plan_recomputes_from() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(part() for _ in range(4) for part in (lambda: nn.Linear(64, 64), nn.GELU))), torch.randn(512, 64)
+    results = []
+    for budget in (None, "75%"):
+        twin = planner.checkpoint(copy.deepcopy(model), budget=budget, wait=0.1)
+        with saved_tensors_hooks(torch.clone, lambda saved: saved):
+            results.append(train_by(eager(twin, x), twin, [(x,)] * 3))
+    assert_same(*results)
+
+
 def keep_rounded(model: Any, x: Tensor) -> Tensor:
     with saved_tensors_hooks(lambda saved: model.round(saved), lambda saved: saved.float()):
         return torch.tanh(model.middle(x).exp())
@@ -137,6 +148,22 @@ def test_hooks_on_saved_tensors_compute_as_in_eager_mode(entry: Entry) -> None:
     model.round = torch.Tensor.half
     with pytest.warns(UserWarning, match="what they compute is part of the plan"):
         assert_exact(model, torch.randn(32, 16), entry)
+
+
+NUMPY: dict[str, Callable[[Tensor], Any]] = {
+    "exp": lambda x: np.exp(x.detach().numpy()),
+    "mean": lambda x: x.detach().numpy().mean(0),
+    "linspace": lambda _: np.linspace(0, 1, 16, dtype=np.float32),
+    "pow": lambda x: np.abs(x.detach().numpy()) ** 1.5,
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_functions_of_numpy_that_round_otherwise_are_named(name: str) -> None:
+    model = FunctionModule(lambda m, x: m.last(x * torch.from_numpy(NUMPY[name](x))), last=nn.Linear(16, 16))
+    said = rf"{name} \(.*\) of NumPy runs as PyTorch's .* by a few times 1e-07 of them"
+    with pytest.warns(UserWarning, match=said):
+        checkpointed(model, torch.randn(32, 16))(torch.randn(32, 16)).backward()
 
 
 @pytest.mark.parametrize("entry", [compiled, as_backend, *slow(checkpointed)])

@@ -119,12 +119,18 @@ def test_a_language_model_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(map(torch.equal, *ends))
 
 
-def test_hooks_that_come_later_are_called() -> None:
+def by_backend(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="planner", dynamic=False, options=options)
+
+
+@pytest.mark.parametrize("plan", [planner.checkpoint, by_backend])
+def test_hooks_that_come_later_are_called(plan: Callable[..., nn.Module]) -> None:
     torch.manual_seed(0)
     eager = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    planned, x = planner.checkpoint(copy.deepcopy(eager), budget="100%", on_progress=False), torch.randn(4, 8)
+    twin, x = copy.deepcopy(eager), torch.randn(4, 8)
+    planned = plan(twin, budget="100%", **QUICK)
     assert torch.equal(planned(x), eager(x))
-    for model in (planned, eager):
+    for model in (twin, eager):
         model[1].register_forward_hook(lambda _module, _inputs, output: 0.5 * output)
     assert torch.equal(planned(x), eager(x))
 
@@ -277,10 +283,6 @@ class CountsInALoop(BreaksInALoop):
             x = torch.tanh(layer(x)) * (count_positive(x).item() > 0)
             torch._dynamo.graph_break()
         return x
-
-
-def by_backend(model: nn.Module, **options: Any) -> Any:
-    return torch.compile(model, backend="planner", dynamic=False, options=options)
 
 
 @pytest.mark.parametrize("kind", [BreaksInALoop, CountsInALoop])

@@ -125,6 +125,15 @@ def test_a_step_returns_constants_beside_tensors() -> None:
         assert type(shape) is torch.Size
 
 
+@pytest.mark.parametrize(
+    "value", [float("nan"), 1 + 2j, b"a", slice(0, 3), range(3), torch.strided, torch.channels_last], ids=str
+)
+def test_a_step_returns_constants_of_many_types(value: object) -> None:
+    batch = torch.randn(5, 16), torch.randint(3, (5,))
+    step = planner.compile(Returns(lambda loss, _: (loss, value)), None, batch, budget="100%")
+    assert str(step(*batch)[1]) == str(value)
+
+
 @pytest.mark.filterwarnings("ignore:captured again")
 def test_a_number_that_is_returned_is_no_input_of_the_step() -> None:
     model = Returns(lambda loss, y: (loss, model.number))

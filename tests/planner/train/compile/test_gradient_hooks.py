@@ -12,7 +12,7 @@ from torch import nn
 import planner
 from benchmarks.models.parts import FunctionModule
 from planner.graphs.errors import TraceError
-from planner.native import library
+from tests.support.library_states import set_library
 from tests.support.models.as_eager import check_trains_as_eager
 
 SEEN: list[Any] = []
@@ -186,8 +186,7 @@ def give_in_anomaly_mode(_: nn.Module, loss: torch.Tensor) -> None:
 @pytest.mark.parametrize("is_native", [True, False])
 def test_gradients_are_given_as_autograd_gives_them(monkeypatch: pytest.MonkeyPatch, *, is_native: bool) -> None:
     if not is_native:
-        monkeypatch.setattr(library._LOADER, "library", None)
-        monkeypatch.setattr(library._LOADER, "start", lambda: None)
+        set_library(monkeypatch, None)
     kinds: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
         "plain": lambda _, loss: loss.backward(),
         "twice": lambda _, loss: (loss.backward(retain_graph=True), loss.backward()),

@@ -34,7 +34,7 @@ from planner.settings.option_settings import apply_recorded_options
 from planner.settings.plan import PlanSettings, Wait
 from planner.solvers.clock import WorkClock
 from planner.solvers.eviction.least_peak import find_least_evicting_schedule
-from planner.solvers.result import compute_gap
+from planner.solvers.result import SolveSettings, compute_gap
 from planner.solvers.tolerance import Tolerance
 from planner.train.compile import compare_eager, compiler, improvement
 from planner.train.compile.improvement import Improvement, is_rounded_alike
@@ -207,6 +207,9 @@ def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypat
     assert job.graph.provenance["times"] == "measured in training steps"
     assert job.start.schedule == first.schedule
     assert job.start.windows == tuple(first.settings["windows"])
+    corrected = judge_on(apply_recorded_options(job.graph, first.settings), first)
+    assert step.plan.predicted_s == pytest.approx(corrected.predicted_s) != first.predicted_s  # at the times in steps
+    assert step.plan.overhead == first.overhead
 
     found = solve_graph(job.graph, job.budget, replace(job.settings, work_limit=50.0), start=job.start)
     assert found.status == "optimal"
@@ -217,6 +220,7 @@ def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypat
     assert_trains_as_eager(step, model, batch, [7])
     assert "for the costs measured in training steps" in str(step.plan)
     assert step.plan.graph == found.graph and step.plan.bound_s == pytest.approx(found.bound_s)
+    assert step.plan.predicted_s == pytest.approx(step.plan.time_s + step.plan.graph.around_s)
     assert (step.plan.status, step.plan.gap) == ("optimal", compute_gap(step.plan.time_s, step.plan.bound_s))
     assert step.measured is not None and check_plan(apply_recorded_options(step.measured, step.plan.settings), step.plan)
 
@@ -358,7 +362,7 @@ def test_a_solve_here_seeks_the_gap_that_is_shown(monkeypatch: pytest.MonkeyPatc
     def solve(job: SolveJob, most_s: float) -> Ended:
         tolerances.append(job.settings.tolerance.first)
         plan = solve_graph(job.graph, job.budget, replace(job.settings, work_limit=50.0), start=job.start)
-        return Ended(replace(plan, bound_s=plan.time_s / 1.0009, settings={**plan.settings, "tolerance": 0.0}))
+        return Ended(replace(plan, bound_s=plan.time_s / 1.0009, settings=replace(plan.settings, tolerance=0.0)))
 
     monkeypatch.setattr(improvement, "solve_here", solve)
     model, batch = model_and_batch()
@@ -375,7 +379,7 @@ def test_an_order_that_was_preferred_to_program_order_stays(*, reordered: bool, 
     in_processes(monkeypatch, Scripted)
     nothing_pays(monkeypatch)
     times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
-    first_plan_with(monkeypatch, settings={"reordered": reordered})
+    first_plan_with(monkeypatch, settings=SolveSettings(reordered=reordered))
     model, batch = model_and_batch()
     step = planned(model, batch)
     step.wait(0.0)

@@ -19,6 +19,7 @@ from planner.plans import search
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.settings.link import get_measured_link
+from planner.solvers.result import SolveSettings
 from tests.support.cli import call
 from tests.support.models.outcomes import assert_equal_steps
 from tests.support.models.steps import make
@@ -100,10 +101,11 @@ def test_a_kept_plan_that_takes_too_much_of_the_host_is_made_again(tmp_path: Pat
 def test_a_kept_plan_that_was_edited_is_made_again(tmp_path: Path) -> None:
     plan = compiled(small(), cache=tmp_path).plan
     (file,) = tmp_path.iterdir()
+    squeezed = SolveSettings(options={**plan.settings.options, "options": ["squeeze"]})
     for edited, why in (
         (replace(plan, pool_peaks_bytes={HOST: 1}), "in other pools"),
-        (replace(plan, settings={**plan.settings, "options": []}), "the plan is for another graph"),
-        (replace(plan, settings={**plan.settings, "options": ["squeeze"]}), "there is no option 'squeeze'"),
+        (replace(plan, settings=SolveSettings()), "the plan is for another graph"),
+        (replace(plan, settings=squeezed), "there is no option 'squeeze'"),
     ):
         write_plan(edited, file)
         with pytest.warns(UserWarning, match=f"cannot be used, and the step is planned again: .*{why}"):

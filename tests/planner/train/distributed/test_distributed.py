@@ -34,7 +34,7 @@ from planner.train.compile import compiler
 from planner.train.compile.improvement import Improvement
 from planner.train.distributed.wrappers import unwrap
 from tests.support.budgets import HALF_WAY
-from tests.support.distributed import on_processes
+from tests.support.distributed import get_executor, on_processes
 from tests.support.models.residual_blocks import mlp_block
 
 Batch = tuple[Tensor, Tensor]
@@ -308,7 +308,7 @@ def check_tight_memory(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> Non
         step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, passes=1, tolerance=0.05)
         assert_trains_as(eager, planned, step, batch)
         assert step.plan.no_arena == "no arena: no schedule was found"
-        assert step._executor.arena is None
+        assert get_executor(step).arena is None
 
 
 def check_offload(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:

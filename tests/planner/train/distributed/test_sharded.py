@@ -49,7 +49,7 @@ from planner.train.distributed.collectives import run_on_buffer
 from planner.train.distributed.failures import tell_failures, wait_for_others
 from planner.train.distributed.wrappers import unwrap
 from tests.support.budgets import HALF_WAY
-from tests.support.distributed import on_processes, update_both
+from tests.support.distributed import get_executor, on_processes, update_both
 from tests.support.marks import slow, slow_except
 from tests.support.models.residual_blocks import mlp_block
 
@@ -152,7 +152,7 @@ def make_batch(rank: int, vocabulary: int = 96, tokens: int = 12) -> tuple[Tenso
 
 def count_gathers(step: planner.PlannedStep) -> tuple[int, int]:
     """Return the gathers of the program, and those of the schedule."""
-    ops = step._executor.graph.ops
+    ops = get_executor(step).graph.ops
     return sum(op.target == GATHER for op in ops), sum(ops[op].target == GATHER for op in step.plan.schedule.computed)
 
 
@@ -198,12 +198,12 @@ def train(
         if before is not None:
             before(each)
     step = planner.compile(planned, compute_loss, (x, y), budget=budget, accumulate=batches > 1, **settings)
-    static_bytes = step._executor.graph.static_bytes - 4  # autograd makes the gradient of the loss
+    static_bytes = get_executor(step).graph.static_bytes - 4  # autograd makes the gradient of the loss
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (eager, planned)]
     for turn in range(3):
         for batch in range(batches):
             peak_bytes = run_both(eager, step, (x, y), static_bytes, seed=10 * turn + batch + rank)
-            if (arena := step._executor.arena) is None:
+            if (arena := get_executor(step).arena) is None:
                 assert peak_bytes == step.plan.peak_bytes == step.plan.measured_peak_bytes
                 continue
             assert arena.missed == Missed()  # all that was planned in the slab lies in it, which PyTorch's profiler does not see
@@ -231,7 +231,7 @@ def check_room_of_copies(rank: int) -> None:
     batch, model = make_batch(rank), Placed()
     eager, planned = shard(copy.deepcopy(model)), shard(model)
     step = planner.compile(planned, compute_loss, batch, budget=HALF_WAY, **SETTINGS)
-    executor = step._executor
+    executor = get_executor(step)
     assert "model.positions" in {executor.graph.tensors[t].name for t in executor.changed_inputs.recomputed_from}
     executor.start_training(100 * step.plan.budget_bytes, check_writes=False)
     peaks_bytes = [run_both(eager, step, batch, executor.graph.static_bytes - 4, seed=rank) for _ in range(2)]
@@ -244,7 +244,7 @@ def check_overlap(
     """Collectives in another thread: the same bits, and what they hold is planned, whenever they end."""
     torch.manual_seed(0)
     step = train(rank, Net(**(model or {})), partial(shard, **options), batches=batches, settings=settings)
-    graph = step._executor.graph
+    graph = get_executor(step).graph
     # Whether copies are worth their time depends on the machine: with the option there are some in most plans, not in all.
     assert settings == OFFLOAD or DEVICE_TO_HOST not in {graph.ops[op].stream for op in step.plan.schedule.computed}
     sent = [op for op in graph.program if op.is_transfer]
@@ -295,7 +295,7 @@ def check_sums(
                 each.set_requires_gradient_sync(batch == 2, recurse=together)
             are_made = bool(turn and batch)  # the sums are there, and so are the plans
             used = step._modes.step((x, y)) if are_made and step._modes.in_other_mode else step
-            static_bytes = used._executor.graph.static_bytes - 4 if are_made else None
+            static_bytes = get_executor(used).graph.static_bytes - 4 if are_made else None
             peak_bytes = run_both(eager, step, (x, y), static_bytes, seed=10 * turn + batch + rank)
             assert not are_made or peak_bytes == used.plan.peak_bytes == used.plan.measured_peak_bytes
         assert all(p.unsharded_accumulated_grad is None for unit in unwrap(planned)._units for p in unit._group.fsdp_params)
@@ -340,7 +340,7 @@ def check_peak_in_a_reduction(rank: int, *, settings: dict[str, Any] = SETTINGS)
     torch.manual_seed(0)
     step = train(rank, Net(vocabulary=3000), shard, budget="100%", tokens=1, settings=settings)
     assert count_gathers(step) == (5, 5)  # of the root unit, what is read before and after the blocks apart
-    graph, schedule = step._executor.graph, step.plan.schedule
+    graph, schedule = get_executor(step).graph, step.plan.schedule
     memory_bytes = simulate(graph, schedule).memory_bytes
     peak = memory_bytes.index(max(memory_bytes))
     assert isinstance(schedule.steps[peak], Compute) and graph.ops[schedule.steps[peak].op].target == REDUCE
@@ -380,7 +380,7 @@ def check_least(rank: int) -> None:
     """Near the least feasible budget, units are gathered again."""
     torch.manual_seed(0)
     kept = train(rank, Net(), shard, budget="100%")
-    graph = kept._executor.graph
+    graph = get_executor(kept).graph
     assert count_gathers(kept) == (4, 4)
     least_bytes = bound_least_budget(graph).budget_bytes
     with pytest.raises(InfeasibleError, match="the least any schedule of this graph needs"):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from benchmarks.storages import LiveStorages
 from planner.graphs.errors import BudgetError, PlannerError
-from planner.native import library
 from planner.torch_private.core import TorchDispatchMode
 from planner.train.eager import native_recording
 from planner.train.eager.session import Rematerialization, rematerialize
@@ -35,6 +34,7 @@ from tests.support.eager.chains import (
 from tests.support.eager.learned_ops import watch_learned
 from tests.support.eager.models import LOOPS, Loop
 from tests.support.eager.tensors import existing, other_bytes
+from tests.support.library_states import forget_library
 from tests.support.logs import lines_of
 from tests.support.marks import slow, slow_among
 from tests.support.native import NEEDS_LIBRARY
@@ -495,7 +495,7 @@ def test_a_tensor_for_results_that_grows_is_recomputed_with_them() -> None:
 def test_without_a_compiler_one_error_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    monkeypatch.setattr(library, "_LOADER", library._Loader())
+    forget_library(monkeypatch)
     with pytest.raises(PlannerError, match=r"needs a C\+\+ compiler: .*/nowhere/g\+\+.*install.*planner\.compile"):
         rematerialize("1GB")
 

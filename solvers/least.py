@@ -95,7 +95,12 @@ def narrow_bracket(
 
 
 def find_least_known(
-    graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None, proved_bytes: int | None = None
+    graph: Graph,
+    clock: Clock,
+    *,
+    should_stop: Callable[[], bool] | None = None,
+    proved_bytes: int | None = None,
+    only_options: bool = False,
 ) -> Schedule:
     """Return the schedule of least peak that is found without solving a program; it proves nothing.
 
@@ -103,6 +108,7 @@ def find_least_known(
         graph, clock: as in ``bracket_least_budget``.
         should_stop: polled; once True, the best so far is returned.
         proved_bytes: the bound of ``bound_least_budget`` for the graph and its transfers, if known.
+        only_options: True to search no schedules without options, which the caller has from the program alone.
     """
     whole = add_pass_ends(graph)
     graph = whole.graph
@@ -122,8 +128,10 @@ def find_least_known(
         if is_placed(rest):
             trials += _find_placed_trials(rest, proved_bytes, clock.start_part(_PLACED * clock.limit), should_stop)
         found += [trial.schedule for trial in trials if trial.peak_bytes < NOWHERE_BYTES]
-    evicting = find_least_evicting_schedule(program, clock, should_stop=should_stop, proved_bytes=proved_bytes)
-    judged = [(schedule, simulate(graph, schedule)) for schedule in (*found, *filter(None, [evicting]))]
+    if not only_options:
+        evicting = find_least_evicting_schedule(program, clock, should_stop=should_stop, proved_bytes=proved_bytes)
+        found += filter(None, [evicting])
+    judged = [(schedule, simulate(graph, schedule)) for schedule in found]
     return whole.map_back(min(judged, key=lambda pair: (pair[1].peak_bytes, pair[1].time_s))[0])
 
 

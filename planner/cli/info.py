@@ -3,7 +3,7 @@
 import argparse
 
 from planner.cli import argument_types
-from planner.cli.arguments import DONE, Commands, add_command, print_result
+from planner.cli.arguments import DONE, Commands, add_command, add_time_limit, print_result
 from planner.graphs.errors import UsageError
 
 
@@ -21,6 +21,7 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="count only optional ops, and ops on other devices, whose results are bit-identical",
     )
+    add_time_limit(parser, said="for all searches for least budgets: 90, 90s, 10m (default: 60s)", default=60.0)
     parser.add_argument("file", metavar="FILE", type=argument_types.parse_graph, help="what planner trace or planner solve wrote")
 
 
@@ -40,5 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
         check_with_its_graph(content, arguments.file)
         print_result(arguments, plan_data, plan_info_text, content)
     else:
-        print_result(arguments, build_graph_data, describe_graph, collect_graph_facts(content, exact=arguments.exact))
+        facts = collect_graph_facts(content, exact=arguments.exact, time_limit_s=arguments.time_limit_s)
+        print_result(arguments, build_graph_data, describe_graph, facts)
     return DONE

@@ -72,6 +72,7 @@ class KnownBudgets:
     _witness: Schedule | None = field(default=None, init=False)  # that of the least budget, as a step runs it, if it fits
     _learned_bytes: int = field(default=UNLIMITED_BYTES, init=False)
     _options: tuple[OptionBudget, ...] = field(default=(), init=False)
+    _cut_short: bool = field(default=False, init=False)
 
     @property
     def names_least(self) -> bool:
@@ -138,6 +139,8 @@ class KnownBudgets:
         said = [f"A schedule is known for {format_enough(known_bytes)}.", *map(str, self._options)]
         if least is not None and self.memory is not CountedMemory.ALLOCATED:  # solvers name allocated bytes
             said.insert(0, f"The least budget of {self.memory} memory is at least {format_bytes(least.proved_bytes)}.")
+        if self._cut_short:
+            said.append("The search for less was cut short: with more time it may find less.")
         return "".join(f" {sentence}" for sentence in said)
 
     def _describe_time(self, result: Result) -> str:
@@ -188,7 +191,9 @@ class KnownBudgets:
 
     def _find_least_budget(self, graph: Graph, should_stop: Callable[[], bool]) -> LeastBudget:
         reorders, arena = self.settings.reorder is not False, self.settings.arena
-        return find_least_budget(graph, self.memory, arena=arena, reorders=reorders, should_stop=should_stop)
+        least = find_least_budget(graph, self.memory, arena=arena, reorders=reorders, should_stop=should_stop)
+        self._cut_short = self._cut_short or least.stopped
+        return least
 
     def _is_late(self) -> bool:
         return measure_rest(self.request.clock) <= 0 or self.must_stop()

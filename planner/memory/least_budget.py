@@ -7,6 +7,7 @@ solve at that budget has the schedule that proves it feasible.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
 from planner.graphs.errors import ScheduleError
 from planner.graphs.ir import Graph
@@ -36,7 +37,7 @@ _CLOSE = 0.001  # and for allocated bytes, whose bound is often met
 _NEXT = 0.6  # position of the next budget in the bracket, nearer to the feasible end
 _SLICE, _SLICE_LEAST = 0.3, 0.5  # of the work that is left, and in its unit: for each budget of reserved memory
 _FAILURES = 2  # budgets of reserved memory in turn that nothing is found for
-_REMEMBERED = 16  # graphs
+_REMEMBERED = 32  # searches
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ class LeastBudget:
         return self.proved_bytes == self.found_bytes
 
 
-_remembered: dict[Hashable, LeastBudget] = {}
+_Found = TypeVar("_Found")
+_remembered: dict[Hashable, object] = {}
 
 
 def find_least_budget(
@@ -85,21 +87,34 @@ def find_least_budget(
         reorders: False for schedules in program order only.
         should_stop: polled; once True, the best so far is returned, and not remembered.
     """
-    origin = {key: value for key, value in graph.provenance.items() if key != TRACED}  # the ops say which options there are
     arena = choose_arena(graph, memory, asked=arena)
-    key = (graph.ops, graph.tensors, graph.kept, graph.pools, graph.limits, repr(origin), memory, arena, reorders)
-    if (known := _remembered.get(key)) is not None:
-        return known
     stop = should_stop or (lambda: False)
-    if memory is CountedMemory.ALLOCATED or arena is False:
-        found = _search(_set_even_links(graph), memory, stop, reorders=reorders)
-    else:
-        found = _find_in_arena(graph, memory, find_least_budget(graph, reorders=reorders, should_stop=stop), arena=arena)
-    if stop():
-        return replace(found, stopped=True)
-    _remembered[key] = found
-    if len(_remembered) > _REMEMBERED:
-        del _remembered[next(iter(_remembered))]
+
+    def search() -> LeastBudget:
+        if memory is CountedMemory.ALLOCATED or arena is False:
+            return _search(_set_even_links(graph), memory, stop, reorders=reorders)
+        return _find_in_arena(graph, memory, find_least_budget(graph, reorders=reorders, should_stop=stop), arena=arena)
+
+    key = (_identify(graph), memory, arena, reorders)
+    found = _remember(key, search, stop)
+    return found if key in _remembered else replace(found, stopped=True)
+
+
+def _identify(graph: Graph) -> Hashable:
+    """Return a key of all that a least budget depends on."""
+    origin = {key: value for key, value in graph.provenance.items() if key != TRACED}  # the ops say which options there are
+    return graph.ops, graph.tensors, graph.kept, graph.pools, graph.limits, repr(origin)
+
+
+def _remember(key: Hashable, search: Callable[[], _Found], stop: Callable[[], bool]) -> _Found:
+    """Return what `search` found for the key before; search now if it did not, and remember that unless it was stopped."""
+    if (known := _remembered.get(key)) is not None:
+        return cast(_Found, known)
+    found = search()
+    if not stop():
+        _remembered[key] = found
+        if len(_remembered) > _REMEMBERED:
+            del _remembered[next(iter(_remembered))]
     return found
 
 
@@ -129,26 +144,39 @@ def _search(graph: Graph, memory: CountedMemory, stop: Callable[[], bool], *, re
 
     What is reserved is that without an arena. Graphs with optional ops are not narrowed: their programs are large.
     """
-    orders = [keep_program_order(graph)]
-    if reorders and (other := find_order(graph, WorkClock(_ORDER), stop)).changed:
-        orders.append(other)
-    found = [_find_without_programs(order, memory, stop) for order in orders]
+    alone = [] if graph.plain else _find_without_options(graph, memory, stop, reorders=reorders)
+    unsolved = _remember(
+        (_identify(graph), bool(alone), reorders),
+        lambda: _find_without_programs(graph, stop, only_options=bool(alone), reorders=reorders),
+        stop,
+    )
+    found = [_judge(order, schedule, memory, proved_bytes) for order, schedule, proved_bytes in unsolved]
     if graph.plain:
         best = (_narrow if memory is CountedMemory.ALLOCATED else _narrow_reserved)(graph, found, memory, stop)
         proved_bytes = best.proved_bytes
     else:
         proved_bytes = min(least.proved_bytes for least in found)
-        found += _find_without_options(graph, memory, stop, reorders=reorders)
-        best = min(found, key=lambda least: least.found_bytes)
+        best = min((*found, *alone), key=lambda least: least.found_bytes)
     return replace(best, proved_bytes=min(proved_bytes, best.found_bytes))
 
 
-def _find_without_programs(order: Reordering, memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
-    """Return the least budget in an order that is found without solving a program."""
-    whole = add_pass_ends(order.graph).graph
-    proved_bytes = bound_least_budget(whole).budget_bytes
-    schedule = find_least_known(order.graph, WorkClock(_KNOWN), should_stop=stop, proved_bytes=proved_bytes)
-    return _judge(order, schedule, memory, proved_bytes)
+def _find_without_programs(
+    graph: Graph, stop: Callable[[], bool], *, only_options: bool, reorders: bool
+) -> list[tuple[Reordering, Schedule, int]]:
+    """Return each order, the schedule of least peak in it that is found without solving a program, and the bound in it.
+
+    The memory that a budget counts does not matter, so that the search is shared by all kinds.
+    """
+    orders = [keep_program_order(graph)]
+    if reorders and (other := find_order(graph, WorkClock(_ORDER), stop)).changed:
+        orders.append(other)
+    found = []
+    for order in orders:
+        bound = bound_least_budget(add_pass_ends(order.graph).graph).budget_bytes
+        clock = WorkClock(_KNOWN)
+        known = find_least_known(order.graph, clock, should_stop=stop, proved_bytes=bound, only_options=only_options)
+        found.append((order, known, bound))
+    return found
 
 
 def _find_without_options(graph: Graph, memory: CountedMemory, stop: Callable[[], bool], *, reorders: bool) -> list[LeastBudget]:
@@ -193,7 +221,8 @@ def _narrow_reserved(graph: Graph, found: Sequence[LeastBudget], memory: Counted
     different times. The fastest within the precision counts.
     """
     *others, known = found
-    clock, run, failures, seen = WorkClock(_SOLVES), build_solver_in_order(permute(graph, known.order)), 0, list(found)
+    order, clock, failures, seen = permute(graph, known.order), WorkClock(_SOLVES), 0, list(found)
+    run, allocated_bytes = build_solver_in_order(order), bound_least_budget(order.graph).budget_bytes
 
     def learn(schedule: Schedule) -> None:
         found_bytes = predict_counted_bytes(graph, schedule, memory, arena=False)
@@ -207,7 +236,8 @@ def _narrow_reserved(graph: Graph, found: Sequence[LeastBudget], memory: Counted
     while failures < _FAILURES and not stop():
         limited = clock.start_part(max(_SLICE_LEAST, _SLICE * measure_rest(clock)))
         first = Request(graph, budget_bytes, Tolerance.of(1.0), limited, should_stop=lambda: True)
-        result = solve_counted(run, first, memory, arena=False, must_stop=stop, on_least=learn).result
+        solved = solve_counted(run, first, memory, arena=False, must_stop=stop, on_least=learn, proved_bytes=allocated_bytes)
+        result = solved.result
         if result.schedule is not None:
             learn(result.schedule)
             failures = 0

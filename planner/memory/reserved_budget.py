@@ -49,6 +49,7 @@ def solve_counted(
     arena: bool | None = None,
     must_stop: Callable[[], bool] | None = None,
     on_least: Callable[[Schedule], None] | None = None,
+    proved_bytes: int = 0,
 ) -> SolvedOrder:
     """Return the fastest schedule that `run` finds for `request`, whose budget counts `memory`.
 
@@ -69,6 +70,7 @@ def solve_counted(
         must_stop: polled; once it returns True, all ends with what there is, if anything.
         on_least: called with each schedule that reserves less than those before, also where it does not fit; messages then do not
             name the least.
+        proved_bytes: allocated bytes that every schedule of `run` needs, if known: fewer are not asked for.
     """
     if memory is CountedMemory.ALLOCATED:
         return run(replace(request, should_stop=combine_stops(request.should_stop, must_stop)))
@@ -79,7 +81,8 @@ def solve_counted(
         refused = Result(graph, budget_bytes, Status.INFEASIBLE, None, None, "", clock.seconds, message=refusal)
         return SolvedOrder(refused, keep_program_order(graph))
     most_bytes = budget_bytes - beside.kept_bytes
-    search = _Search(run, request, memory, must_stop or (lambda: False), arena, on_least, Bracket(budget_bytes))
+    bracket = Bracket(budget_bytes, max(0, proved_bytes - 1))
+    search = _Search(run, request, memory, must_stop or (lambda: False), arena, on_least, bracket)
     first = search.solve(most_bytes, _FIRST, {})
     if first.result.reason is Reason.TIME and not search.is_over():  # of its share of the clock: the rest is for the same
         first = search.solve(most_bytes, 1.0, {})

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.solvers.clock import Clock, WallClock, measure_rest
 from planner.solvers.registry import SOLVERS, check_solver, estimate_program_time_s, get_solver
-from planner.solvers.result import SOLVED, Reason
+from planner.solvers.request import Start
+from planner.solvers.result import SOLVED, Reason, decide_status
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, find_missing, open_rows, record_memory
 from planner.studies.jobs import run
 from planner.studies.settings import StudySettings
@@ -40,13 +42,18 @@ _NOT_IN_ROWS = frozenset({"params", "reordered"})  # of the settings: all rows a
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One method at one budget, its executor, and its time limit (None: that of the study)."""
+    """One method at one budget, its executor, and its time limit (None: that of the study).
+
+    Attributes:
+        known: what a shorter solve has found, from which this one goes on.
+    """
 
     run_by: RunBy
     method: str
     budget: str
     budget_bytes: int
     time_limit_s: float | None = None
+    known: "Solved | None" = None
 
     @property
     def key(self) -> Key:
@@ -91,7 +98,8 @@ class SolveRow:
         try:
             graph = self._get_graph(task)
             asked = keep_program_order(graph), task.budget_bytes, self.memory, WallClock(limit_s), task.method
-            result = solve_in_order(*asked, tolerance=self.settings.tolerance, must_stop=should_stop)
+            start = None if task.known is None or task.known.schedule is None else Start(task.known.schedule)
+            result = solve_in_order(*asked, tolerance=self.settings.tolerance, must_stop=should_stop, start=start)
         except PlannerError as error:
             return Solved(replace(row, message=_join_lines(str(error))), None)
         row = replace(
@@ -103,7 +111,7 @@ class SolveRow:
             message=_join_lines(result.message),
             versions=self._format_versions(result.versions),
         )
-        return Solved(row, result.schedule)
+        return _add_up(task.known, Solved(row, result.schedule), limit_s)
 
     def estimate_program_time_s(self, task: Task) -> float:
         """Return about the least seconds in which the program of a task can have a solution; 0 if that is not known."""
@@ -194,7 +202,8 @@ def compare(
         methods: names in ``planner.solvers.registry``.
         folder: created if missing; rows in its CSV are not computed again.
         settings: settings of all solves. The optimum comes first, then fast methods; methods that solve large programs share the
-            remaining time. Methods that only recompute ignore the options of the graph.
+            remaining time. The optimum goes on in what they leave, if it was cut short. Methods that only recompute ignore the
+            options of the graph.
         on_row: called with each new row, the number of finished rows, and the number of all rows.
         should_stop: polled; once True, no solve is started, and unfinished rows are dropped.
 
@@ -216,13 +225,19 @@ def compare(
     done = len(tasks) - len(waiting)
     clock = WallClock(settings.total_time_limit_s)
     shared = Shares(waiting, clock, settings.time_limit_s, settings.jobs, needs=judge.estimate_program_time_s)
-    for solved in run(judge, shared.take, should_stop, jobs=min(settings.jobs, max(1, len(waiting))), cluster=settings.cluster):
+    start = partial(run, judge, should_stop=should_stop, jobs=min(settings.jobs, max(1, len(waiting))), cluster=settings.cluster)
+    unfinished = []
+    for solved in start(shared.take):
         if should_stop():
             continue
         kept.add(solved.row)
         done += 1
         if on_row is not None:
             on_row(solved.row, done, len(tasks))
+        if solved.row.method == OPTIMUM and cut_short(solved.row):
+            unfinished.append(replace(tasks[places[solved.row.key]], known=solved))
+    for solved in start(Shares(unfinished, clock, math.inf, settings.jobs, needs=lambda _: 0.0).take_rest):
+        kept.add(solved.row)
     return [row for row in kept if row.key in places]
 
 
@@ -276,6 +291,10 @@ class Shares:
             share_s = max(_SHORTEST_S, math.floor(share_s))
         return replace(task, time_limit_s=min(self._time_limit_s, share_s))
 
+    def take_rest(self) -> Task | None:
+        """Return the next task with its share of the time that other tasks have left; None if that is too little, or endless."""
+        return self.take() if _SHORTEST_S <= measure_rest(self._clock) < math.inf else None
+
     def _share_s(self, task: Task, left_s: float) -> float:
         """Return the share of `task`, the next one, in what is left for all that share it."""
         sharing = [task, *filter(_may_share, self._waiting)]
@@ -288,6 +307,19 @@ class Shares:
                 break
             spare_s, served = spare_s - needed_s, served + 1
         return self._needed_s[task.key] + spare_s / served if served else left_s
+
+
+def _add_up(known: Solved | None, found: Solved, limit_s: float) -> Solved:
+    """Return the better of two solves of one task, the second of which went on, with the bound and the time of both."""
+    if known is None:
+        return found
+    before, now = known.row, found.row
+    best = found if before.time_s is None or (now.time_s is not None and now.time_s <= before.time_s) else known
+    bound_s = max(filter(None, (before.bound_s, now.bound_s)), default=None)
+    status = now.status if best.row.time_s is None else decide_status(best.row.time_s, bound_s, now.tolerance)
+    seconds = None if before.seconds is None or now.seconds is None else before.seconds + now.seconds
+    row = replace(best.row, status=status, bound_s=bound_s, seconds=seconds, time_limit_s=before.time_limit_s + limit_s)
+    return replace(best, row=row)
 
 
 def _may_share(task: Task) -> bool:

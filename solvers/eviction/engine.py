@@ -11,7 +11,7 @@ them and follows solutions of the relaxation.
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import accumulate
 from typing import NamedTuple
@@ -72,7 +72,8 @@ class Eviction:
         self.producer = problem.producer
         self.inputs = problem.inputs
         self.time = problem.time_s
-        self.live: set[int] = set()
+        self.live: set[int] = set()  # in memory, and may leave it
+        self.dropped: set[int] = set()  # since the last recomputation began
         self.there = [t.static for t in graph.tensors]  # in memory: alive, or static
         self.at_hand = list(self.there)  # nothing need be executed for it: in memory, or on the host
         self.next_use = [readers[0] if readers else NEVER for readers in graph.consumers]
@@ -91,10 +92,8 @@ class Eviction:
         try:
             for op in range(len(self.graph.ops)):
                 self.rounds.clear()
-                # Listed anew after each, since making room for one may evict another.
                 while missing := self._list_missing(op):
-                    self._execute(missing[0], self._find_wanted((*missing[1:], op)))
-                    self._look_ahead(missing[0])
+                    self._recompute(missing, op)
                 self._execute(op, {})
                 self.done = op
                 self._look_ahead(op)
@@ -128,16 +127,25 @@ class Eviction:
                 stack.extend(self.producer[t] for t in self.inputs[i] if not self.at_hand[t])
         return sorted(found)
 
-    def _find_wanted(self, ops: tuple[int, ...]) -> dict[int, int]:
-        """Return for each tensor that `ops` read the position of its first reader."""
-        wanted: dict[int, int] = {}
-        for place, op in enumerate(ops):
-            for t in self.inputs[op]:
-                wanted.setdefault(t, place)
-        return wanted
+    def _recompute(self, missing: Sequence[int], op: int) -> None:
+        """Execute the ops in `missing` before `op`, until room for one is made by evicting what a later one reads."""
+        wanted: dict[int, list[int]] = {}  # by tensor: its readers, the last one first
+        for reader in (op, *reversed(missing)):
+            for t in self.inputs[reader]:
+                wanted.setdefault(t, []).append(reader)
+        for i in missing:
+            for t in self.inputs[i]:
+                wanted[t].pop()
+                if not wanted[t]:
+                    del wanted[t]
+            self.dropped.clear()
+            self._execute(i, wanted)
+            self._look_ahead(i)
+            if not self.dropped.isdisjoint(wanted):
+                return
 
-    def _execute(self, i: int, wanted: dict[int, int]) -> None:
-        """Execute op `i`, whose inputs are at hand; tensors in `wanted` are read soon."""
+    def _execute(self, i: int, wanted: Mapping[int, Sequence[int]]) -> None:
+        """Execute op `i`, whose inputs are at hand; tensors in `wanted` are read soon, by these ops, the last one first."""
         if self.channels.away:
             self._reload(i, wanted)
         op = self.graph.ops[i]
@@ -160,7 +168,8 @@ class Eviction:
         self.order.append(i)
         for t in new:
             self.there[t] = self.at_hand[t] = True
-            self.live.add(t)
+            if self.evictable[t] or t not in self.graph.kept:
+                self.live.add(t)
             self.free_bytes -= self.size[t]
             self._forget_costs(t)
         for t in over:
@@ -169,7 +178,7 @@ class Eviction:
         if self.round_trips:
             self.channels.execute(i, self.done)
 
-    def _reload(self, i: int, wanted: dict[int, int]) -> None:
+    def _reload(self, i: int, wanted: Mapping[int, Sequence[int]]) -> None:
         """Reload the inputs of op `i` that are on the host only."""
         reloaded = [t for t in self.inputs[i] if not self.there[t]]
         needed = sum(self.size[t] for t in reloaded)
@@ -188,7 +197,7 @@ class Eviction:
 
     # What to evict.
 
-    def _make_room(self, needed_bytes: int, i: int, wanted: dict[int, int], over: Sequence[int] = ()) -> list[int]:
+    def _make_room(self, needed_bytes: int, i: int, wanted: Mapping[int, Sequence[int]], over: Sequence[int] = ()) -> list[int]:
         """Evict tensors until op `i` has room: unwanted ones, then those wanted last, then those of `over`, which it returns."""
         others, soon = [], []
         for t in sorted(self.live.difference(self.inputs[i])):
@@ -202,7 +211,7 @@ class Eviction:
                 others.append(t)
         if self.free_bytes < needed_bytes:
             self._evict_cheapest(needed_bytes, others)
-        soon.sort(key=wanted.__getitem__)
+        soon.sort(key=lambda t: wanted[t][-1])
         left = [t for t in over if self.evictable[t]]
         going: list[int] = []
         while self.free_bytes < needed_bytes:
@@ -305,6 +314,7 @@ class Eviction:
             self._offload(t)  # tensors computed from it may be evicted and recomputed later
             return
         self.live.discard(t)
+        self.dropped.add(t)
         self.there[t] = self.at_hand[t] = False
         self.free_bytes += self.size[t]
         # Whoever needs t now needs its inputs first: their next use is no later than that of t, and so on through missing ones.

@@ -1,7 +1,7 @@
 """Facts about a graph before planning, and about the devices its ops were measured on."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from planner.capture.options import restrict_to
@@ -12,7 +12,7 @@ from planner.graphs.options.placement import PLACEMENT, find_movable, remove_pla
 from planner.graphs.options.selection import keep_traced_ops, list_exact_ops, list_traced_options
 from planner.graphs.options.surroundings import Link, OtherDevice, Surroundings
 from planner.graphs.simulate import simulate
-from planner.memory.least_budget import find_least_budget
+from planner.memory.least_budget import LeastBudget, find_least_budget
 from planner.memory.reserved import EagerMemory, is_on_cuda, predict_eager_memory
 from planner.plans.record import GraphSummary
 from planner.plans.select_attributes import select_attributes
@@ -20,6 +20,7 @@ from planner.plans.summary import summarize
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.other_devices import decode_devices
 from planner.solvers.bounds import bound_least_budget, describe_need, find_any_order_need
+from planner.solvers.clock import WallClock, measure_rest
 from planner.solvers.order.peak import keep_everything_peak_bytes
 from planner.solvers.order.reorder import find_order
 
@@ -104,7 +105,7 @@ class GraphFacts:
     the latter with `least_budget_offload_host_bytes` on the host. All these are of allocated bytes; those called
     ``least_reserved`` are of the bytes that PyTorch's allocator reserves on CUDA. `eager_memory` is what allocators take for
     plain eager PyTorch. `traced` has each of the options that the graph was traced with, alone; `placement` has the other
-    devices, by name.
+    devices, by name. `stopped_after_s` is the time limit if it cut the searches for least budgets short, else None.
     """
 
     summary: GraphSummary
@@ -129,31 +130,41 @@ class GraphFacts:
     least_budget_reason: str
     largest_ops: tuple[OpFacts, ...]
     largest_tensors: tuple[TensorFacts, ...]
+    stopped_after_s: float | None
 
 
-def collect_graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
+def collect_graph_facts(graph: Graph, *, exact: bool = False, time_limit_s: float = math.inf) -> GraphFacts:
     """Return the facts about `graph`, the largest ops and tensors first: those of its program, and the gains from its options.
 
     Args:
         exact: count only exact ops.
+        time_limit_s: of the searches for least budgets.
 
     Raises:
         MismatchError: the devices in its provenance are impossible.
         GraphError: the devices do not match its ops.
     """
     graph = keep_traced_ops(graph, list_exact_ops(graph)) if exact else graph
-    summary = summarize(graph)
+    summary, clock, stopped = summarize(graph), WallClock(time_limit_s), False
+
+    def find_least(graph: Graph, memory: CountedMemory = CountedMemory.ALLOCATED) -> LeastBudget:
+        nonlocal stopped
+        found = find_least_budget(graph, memory, should_stop=lambda: measure_rest(clock) <= 0)
+        stopped = stopped or found.stopped
+        return found
+
     devices = [device.exactly if exact else device for device in decode_devices(graph.provenance)]
-    traced = {
-        name: _collect_option_facts(restrict_to(remove_placement(remove_offload(graph)[0]), (name,)))
-        for name in list_traced_options(graph)
-    }
-    graph = extract_eager_program(graph)
+    offered, graph = graph, extract_eager_program(graph)
     whole = OFFLOAD.add_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
     order = find_order(graph).graph
-    bound, least, offloading = bound_least_budget(order), find_least_budget(graph), find_least_budget(whole)
-    reserved = find_least_budget(graph, CountedMemory.RESERVED) if is_on_cuda(graph) else None
-    reserved_offloading = find_least_budget(whole, CountedMemory.RESERVED) if is_on_cuda(graph) else None
+    bound, least, offloading = bound_least_budget(order), find_least(graph), find_least(whole)
+    reserved = find_least(graph, CountedMemory.RESERVED) if is_on_cuda(graph) else None
+    reserved_offloading = find_least(whole, CountedMemory.RESERVED) if is_on_cuda(graph) else None
+    traced = {
+        name: _collect_option_facts(restrict_to(remove_placement(remove_offload(offered)[0]), (name,)), find_least)
+        for name in list_traced_options(offered)
+    }
+    placement = {device.name: _collect_device_facts(graph, device, find_least) for device in devices}
     ops = sorted((_collect_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
     made = sorted((t for t in graph.tensors if not t.static), key=lambda t: -t.size_bytes)
     return GraphFacts(
@@ -173,18 +184,19 @@ def collect_graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
         least_reserved_offload_bytes=reserved_offloading.proved_bytes if reserved_offloading else None,
         least_reserved_offload_found_bytes=reserved_offloading.found_bytes if reserved_offloading else None,
         traced=traced,
-        placement={device.name: _collect_device_facts(graph, device) for device in devices},
+        placement=placement,
         least_budget_any_order_bytes=min(least.proved_bytes, find_any_order_need(graph).total_bytes),
         least_budget_op=order.ops[bound.need.op].name,
         least_budget_reason=describe_need(order, bound.need),
         largest_ops=tuple(ops[:LISTED]),
         largest_tensors=tuple(_collect_tensor_facts(graph, tensor) for tensor in made[:LISTED]),
+        stopped_after_s=time_limit_s if stopped else None,
     )
 
 
-def _collect_option_facts(graph: Graph) -> OptionFacts:
+def _collect_option_facts(graph: Graph, find_least: Callable[[Graph], LeastBudget]) -> OptionFacts:
     """Return the facts about `graph` with one option enabled."""
-    least = find_least_budget(graph)
+    least = find_least(graph)
     offered = [op for op in graph.ops if op.optional or op.overwrites]
     return OptionFacts(
         ops=len(offered),
@@ -194,14 +206,14 @@ def _collect_option_facts(graph: Graph) -> OptionFacts:
     )
 
 
-def _collect_device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
+def _collect_device_facts(graph: Graph, device: OtherDevice, find_least: Callable[[Graph], LeastBudget]) -> DeviceFacts:
     """Return the facts about running ops of the program of `graph` on `device`.
 
     Raises:
         GraphError: it lacks a time, or None, for one of the ops.
     """
     offered = find_movable(graph, device)
-    least = find_least_budget(PLACEMENT.add_to(graph, Surroundings(others=(device,)))) if offered else None
+    least = find_least(PLACEMENT.add_to(graph, Surroundings(others=(device,)))) if offered else None
     return DeviceFacts(
         ops=len(offered),
         inexact_ops=sum(bool(device.differs) and op.id not in device.exact for op, _ in offered),

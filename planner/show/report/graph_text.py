@@ -42,6 +42,7 @@ def describe_graph(facts: GraphFacts) -> str:
         *_describe_reserved(facts.least_reserved_offload_bytes, facts.least_reserved_offload_found_bytes),
         *(line for name, offered in facts.traced.items() for line in _describe_option(name, offered)),
         *(line for name, device in facts.placement.items() for line in _list_device_lines(name, device, summary.ops)),
+        *([("time limit", _describe_stop(facts.stopped_after_s))] if facts.stopped_after_s is not None else ()),
         ("fingerprint", summary.fingerprint),
     ]
     op_rows = [
@@ -86,6 +87,10 @@ def _describe_alternatives(name: str) -> str:
     """Return the words for the alternatives that an option adds to a graph (``Option.offers``)."""
     known = OPTIONS.get(name.partition(":")[0])
     return f"optional ops of an option that is not registered here, {escape_text(name)!r}" if known is None else known.offers
+
+
+def _describe_stop(limit_s: float) -> str:
+    return f"{format_seconds(limit_s)}, which cut the searches for least budgets short: a longer --time-limit may find less"
 
 
 def _describe_least_budget(facts: GraphFacts) -> str:

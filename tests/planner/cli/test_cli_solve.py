@@ -145,6 +145,15 @@ def test_info_shows_a_graph(graph_file: Path, capsys: pytest.CaptureFixture[str]
     assert data["largest_ops"][0]["total_bytes"] == 3000
 
 
+def test_info_says_that_its_time_limit_cut_the_searches_short(
+    graph_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("planner.memory.least_budget._remembered", {})
+    said = "1 ms, which cut the searches for least budgets short: a longer --time-limit may find less"
+    assert said in call(capsys, "info", graph_file, "--time-limit", "0.001").out
+    assert "time limit" not in call(capsys, "info", graph_file).out
+
+
 def test_info_shows_a_plan(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan_file = tmp_path / "plan.json"
     assert call(capsys, "solve", graph_file, "--budget", "60%", "-o", plan_file).code == 0

@@ -13,19 +13,21 @@ from planner.graphs.ir import Graph
 from planner.graphs.options.offload import OFFLOAD
 from planner.graphs.options.surroundings import Link, Surroundings
 from planner.graphs.reordering import keep_program_order
+from planner.graphs.schedule import Schedule
 from planner.graphs.simulate import simulate
 from planner.graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from planner.graphs.synthetic.transformer import TransformerSize, transformer
 from planner.graphs.units import format_enough
 from planner.memory import least_budget as remembered
 from planner.memory.fit import Bracket, find_largest, fit
-from planner.memory.least_budget import find_least_budget
+from planner.memory.least_budget import LeastBudget, find_least_budget
 from planner.memory.reserved import predict_counted_bytes
 from planner.progress import Progress
 from planner.settings.budget import Bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.show.facts.graph import collect_graph_facts
 from planner.solvers.clock import WallClock, WorkClock
+from planner.solvers.eviction.least_peak import find_least_evicting_schedule
 from planner.solvers.least import find_least_known
 from planner.solvers.order.reorder import find_order
 from planner.solvers.registry import get_solver
@@ -139,6 +141,19 @@ def test_the_program_of_a_graph_is_searched_once_for_all_options_that_it_was_tra
     assert find_least_budget(replace(graph, provenance={**graph.provenance, "device": "h200"})) is not least
 
 
+def test_rules_of_eviction_are_tried_once_for_all_options_and_kinds_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Graph] = []
+
+    def find(graph: Graph, clock: WorkClock, **settings: object) -> Schedule | None:
+        tried.append(graph)
+        return find_least_evicting_schedule(graph, clock, **settings)
+
+    monkeypatch.setattr("planner.solvers.least.find_least_evicting_schedule", find)
+    facts = collect_graph_facts(on_a_gpu(1))
+    assert facts.least_budget_offload_found_bytes <= facts.least_budget_found_bytes
+    assert len(tried) == len({graph.ops for graph in tried}) <= 2  # one for each order
+
+
 def test_stopped_search_returns_a_valid_bracket_and_is_not_remembered() -> None:
     graph = on_a_gpu(25)
     found = find_least_budget(graph, CountedMemory.RESERVED, should_stop=lambda: True)
@@ -146,6 +161,7 @@ def test_stopped_search_returns_a_valid_bracket_and_is_not_remembered() -> None:
     whole = find_least_budget(graph, CountedMemory.RESERVED)
     assert whole.found_bytes <= found.found_bytes
     assert (found.stopped, whole.stopped) == (True, False)
+    assert find_least_budget(graph, CountedMemory.RESERVED, should_stop=lambda: True) is whole
 
 
 def test_budgets_that_only_another_order_has_a_schedule_for_are_solved_in_that_order() -> None:
@@ -272,6 +288,23 @@ def test_limit_error_names_budgets_with_and_without_options(monkeypatch: pytest.
     with pytest.raises(LimitError) as refused:
         planner.solve(graph, facts.least_budget_offload_found_bytes - 1, options=["offload"])
     assert "With the option" not in str(refused.value)
+
+
+def test_an_error_says_that_its_search_for_the_least_budget_was_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = draw_training_step(7, 8)
+    budget = find_least_budget(graph).found_bytes - 1
+    monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: finds_nothing)
+    with pytest.raises(LimitError) as refused:
+        planner.solve(graph, budget)
+    assert "cut short" not in str(refused.value)
+
+    def stop(graph: Graph, *where: CountedMemory, **settings: object) -> LeastBudget:
+        return replace(find_least_budget(graph, *where, **settings), stopped=True)
+
+    monkeypatch.setattr("planner.memory.known_budgets.find_least_budget", stop)
+    said = r" A schedule is known for .*The search for less was cut short: with more time it may find less\."
+    with pytest.raises(LimitError, match=said):
+        planner.solve(graph, budget)
 
 
 def test_the_least_budget_is_looked_for_in_the_first_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

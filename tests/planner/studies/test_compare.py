@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,14 +13,16 @@ from planner.cli.main import main
 from planner.graphs.errors import BudgetError, OutputError, PlannerError
 from planner.graphs.io.formats import write_graph
 from planner.graphs.ir import Graph
+from planner.graphs.reordering import Reordering
 from planner.graphs.synthetic.small import make_training_chain
 from planner.graphs.synthetic.transformer import TransformerSize, transformer
 from planner.memory.reserved import predict_eager_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import RECOMPUTATION, build_option_settings
-from planner.solvers.clock import WorkClock
+from planner.solvers.clock import Clock, WorkClock
 from planner.solvers.registry import SOLVERS
-from planner.solvers.result import Reason
+from planner.solvers.request import Start
+from planner.solvers.result import Reason, Result, Status
 from planner.studies.best_rows import (
     HEURISTICS,
     build_tuned_table,
@@ -34,6 +37,7 @@ from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound
 from planner.studies.comparisons import build_simulated_table, format_cell, format_tables, write_report
 from planner.studies.rows import list_columns, read_rows, write_rows
 from planner.studies.settings import StudySettings
+from planner.studies.solves import solve_in_order
 from tests.support.marks import slow_except
 
 METHODS = ("windows", "keep-everything", "chen-sqrt", "dtr", "lru", "rotor")
@@ -151,6 +155,27 @@ def test_large_programs_get_the_time_that_they_need_or_leave_it_to_others() -> N
     assert limits(42.0) == [("monet", 1.0)] * 2 + [("rounding", 9.0), ("rounding", 10.0), ("checkmate", 21.0), ("checkmate", 1.0)]
     assert limits(90.0) == [("monet", 5.0)] * 2 + [("rounding", 14.0)] * 2 + [("checkmate", 26.0)] * 2
     assert limits(90.0, 12.0)[2:] == [("rounding", 12.0)] * 2 + [("checkmate", 12.0)] * 2
+
+
+def test_the_optimum_goes_on_in_the_time_that_others_leave(graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[Start | None] = []
+
+    def solve(order: Reordering, budget_bytes: int, memory: CountedMemory, clock: Clock, method: str, **settings: Any) -> Result:
+        found = solve_in_order(order, budget_bytes, memory, WorkClock(1.0), "lru")
+        if method == OPTIMUM:
+            starts.append(settings["start"])
+            status, bound_s = (Status.FEASIBLE, graph.time_s) if len(starts) == 1 else (Status.OPTIMAL, found.time_s)
+            return replace(found, graph=graph, status=status, bound_s=bound_s, seconds=clock.limit)
+        return found
+
+    monkeypatch.setattr("planner.studies.compare.solve_in_order", solve)
+    settings = StudySettings(time_limit_s=20.0, total_time_limit_s=60.0, jobs=1)
+    row, _ = compare(graph, ["75%"], [OPTIMUM, "lru"], tmp_path, settings)
+    assert starts[0] is None and starts[1] is not None and len(starts) == 2
+    assert (row.status, row.bound_s, row.seconds) == (Status.OPTIMAL, row.time_s, row.time_limit_s)
+    assert 20.0 + 30.0 < row.time_limit_s <= 20.0 + 60.0
+    compare(graph, ["75%"], [OPTIMUM], tmp_path / "each", StudySettings(time_limit_s=20.0, total_time_limit_s=math.inf, jobs=1))
+    assert len(starts) == 3
 
 
 def test_a_program_that_will_not_end_in_its_time_says_so_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

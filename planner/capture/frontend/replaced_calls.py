@@ -70,7 +70,7 @@ def replace_calls_where(wanted: Callable[[Any], bool], stack: ExitStack) -> None
     """Call other functions in the frames that are `wanted`, until `stack` is closed."""
     for kind in (private.SkipFunctionVariable, private.UserDefinedClassVariable):
         stack.enter_context(wrap(kind, "call_function", partial(_call_other, wanted)))
-    stack.enter_context(wrap(private.CheckpointHigherOrderVariable, "_call_function", partial(_call_checkpointed, wanted)))
+    stack.enter_context(wrap(private.CheckpointHigherOrderVariable, "call_function", partial(_call_checkpointed, wanted)))
     stack.enter_context(wrap(private.ItertoolsVariable, "call_function", partial(_name_key, wanted)))
     stack.enter_context(wrap(private.InstructionTranslatorBase, "setup_or_before_with", partial(_enter_device, wanted)))
     inline = "inline_user_function_return"

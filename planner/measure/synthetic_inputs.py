@@ -81,5 +81,6 @@ def is_taken_whole(target: str, dtype: torch.dtype) -> bool:
 def _build_random_block() -> NDArray[np.float32]:
     """Return the numbers in memory of NumPy's: a tensor that stays would count for the budgets of later steps on the CPU."""
     generator = torch.Generator().manual_seed(0)
-    numbers: NDArray[np.float32] = torch.empty(_BLOCK_ELEMENTS).uniform_(0.25, 0.75, generator=generator).numpy()
+    block = torch.empty(_BLOCK_ELEMENTS, dtype=torch.float32, device="cpu")  # whatever the defaults are
+    numbers: NDArray[np.float32] = block.uniform_(0.25, 0.75, generator=generator).numpy()
     return numbers.copy()

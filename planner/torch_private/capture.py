@@ -113,7 +113,10 @@ from torch._dynamo.variables.builder import (
     VariableBuilder,  # takes a user's value into the capture
     wrap_fx_proxy,  # a tensor for a new node
 )
-from torch._dynamo.variables.higher_order_ops import speculate_subgraph  # captures a function into a graph of its own
+from torch._dynamo.variables.higher_order_ops import (
+    CheckpointHigherOrderVariable,  # torch.utils.checkpoint
+    speculate_subgraph,  # captures a function into a graph of its own
+)
 from torch._dynamo.variables.iter import ItertoolsVariable  # functions of itertools while code is captured
 from torch._dynamo.variables.misc import CellVariable  # of an enclosing function's name
 from torch._export.utils import _compiling_state_context as compiling_state  # is_exporting() is True during a capture
@@ -148,6 +151,7 @@ from torch._guards import (
     TracingContext,  # where in the code a capture is
     tracing,  # the context in which the joint graph is made
 )
+from torch._higher_order_ops.wrap import TagActivationCheckpoint  # tells a checkpoint's options from its function's arguments
 from torch._inductor import config as inductor_config  # random numbers as eager PyTorch draws them, to compare with
 from torch.autograd.graph import GradientEdge
 from torch.utils._device import _device_constructors  # what makes tensors where ``with torch.device(...)`` says

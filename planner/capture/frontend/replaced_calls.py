@@ -56,6 +56,7 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "torch.nn.modules.container.Sequential.__iter__": _iterate,
     "torch.nn.modules.container.ModuleDict.items": lambda modules: tuple(modules._modules.items()),
     "torch.nn.modules.container.ModuleDict.values": lambda modules: tuple(modules._modules.values()),
+    "torch.utils._device.DeviceContext.__torch_function__": OnDevice.__torch_function__,  # of torch.set_default_device
     "torch._dynamo.polyfills.builtins.enumerate": lambda iterable, start=0: zip(count(start), iterable, strict=False),
     # These say where eager PyTorch keeps what it saves for the backward pass, which a plan decides itself.
     "torch.autograd.graph.save_on_cpu": ignore_context,
@@ -69,6 +70,7 @@ def replace_calls_where(wanted: Callable[[Any], bool], stack: ExitStack) -> None
     """Call other functions in the frames that are `wanted`, until `stack` is closed."""
     for kind in (private.SkipFunctionVariable, private.UserDefinedClassVariable):
         stack.enter_context(wrap(kind, "call_function", partial(_call_other, wanted)))
+    stack.enter_context(wrap(private.CheckpointHigherOrderVariable, "call_function", partial(_call_checkpointed, wanted)))
     stack.enter_context(wrap(private.ItertoolsVariable, "call_function", partial(_name_key, wanted)))
     stack.enter_context(wrap(private.InstructionTranslatorBase, "setup_or_before_with", partial(_enter_device, wanted)))
     inline = "inline_user_function_return"
@@ -80,6 +82,18 @@ def _call_other(wanted: Callable[[Any], bool], call: Any, called: Any, tx: Any, 
     if other is None or not wanted(tx):
         return call(called, tx, args, kwargs)
     return private.UserFunctionVariable(other).call_function(tx, args, kwargs)
+
+
+def _call_checkpointed(wanted: Callable[[Any], bool], call: Any, called: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Call the function of a checkpoint as any other: a plan decides what is recomputed.
+
+    Dynamo captures it into a graph of its own, and refuses functions that change Python objects.
+    """
+    if not wanted(tx):
+        return call(called, tx, args, kwargs)
+    function, *given = args
+    _, kwargs = private.TagActivationCheckpoint.divide_kwargs(kwargs)
+    return function.call_function(tx, given, kwargs)
 
 
 def _enter_device(wanted: Callable[[Any], bool], enter: Any, tx: Any, instruction: Any) -> None:

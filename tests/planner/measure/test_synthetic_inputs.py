@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import planner
 from benchmarks.models.parts import FunctionModule
+from planner.measure import synthetic_inputs
 from tests.support.raised_warnings import raise_warnings
 
 RANK = torch.library.custom_op("planner_tests::rank", lambda x: 1 + x.argsort(), mutates_args=(), schema="(Tensor x) -> Tensor")
@@ -54,6 +56,16 @@ def test_masks_select_as_many_elements_as_in_the_step(mask: Callable[[Tensor], T
         graph = planner.trace(model, None, (torch.randn(16, 8),), passes=1)
     (index,) = (op for op in graph.ops if op.target == "aten.index.Tensor")
     assert [graph.tensors[t].size_bytes for t in index.outputs] == [16 * 15 * 4]
+
+
+def test_inputs_are_made_under_another_default_type() -> None:
+    spec = run_path(synthetic_inputs.__file__)["TensorSpec"].make_smallest(torch.empty(8))  # as a new process has it
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made = spec.make("aten.relu.default")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert made.dtype == torch.float32 and made.ge(0.25).all() and made.le(0.75).all()
 
 
 @pytest.mark.parametrize(("rows", "activated"), [(16, True), (24, False)])

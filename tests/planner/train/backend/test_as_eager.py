@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import planner
 from benchmarks.models.parts import FunctionModule
 from tests.support.marks import slow
 from tests.support.models.outcomes import assert_same, train_by
+from tests.support.raised_warnings import raise_warnings
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
 
@@ -90,6 +92,45 @@ def test_dropout_of_joined_tensors(dtype: torch.dtype, entry: Entry) -> None:
         last=nn.Linear(32, 4),
     ).to(dtype)
     assert_exact(model, torch.randn(32, 8, dtype=dtype), entry)
+
+
+class Checkpointed(nn.Module):
+    """Blocks under checkpoints that clear a cache, as PEFT's DoRA does, and set an attribute that is read outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.cache: dict[str, Tensor] = {}
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        self.cache.clear()
+        x = x + block(x).tanh()
+        self.cost = x.square().mean()
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        costs = []
+        for block in self.blocks:
+            x = checkpoint(self.run, block, x, use_reentrant=False)
+            costs.append(self.cost)
+        return x + torch.stack(costs).sum()
+
+
+@pytest.mark.filterwarnings("ignore:model.*is set by the step")
+@pytest.mark.parametrize("entry", [compiled, as_backend, *slow(checkpointed)])
+def test_checkpoints_that_change_objects(entry: Entry) -> None:
+    torch.manual_seed(0)
+    assert_exact(Checkpointed(), torch.randn(8, 16), entry)
+
+
+@pytest.mark.parametrize("entry", [checkpointed, *slow(as_backend, compiled)])
+def test_a_default_device(entry: Entry) -> None:
+    torch.set_default_device("cpu")
+    try:
+        with raise_warnings():  # that no graph was found
+            assert_exact(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8), entry)
+    finally:
+        torch.set_default_device(None)
 
 
 class Drawing(nn.Module):

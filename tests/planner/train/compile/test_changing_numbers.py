@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import planner
 from planner.graphs.errors import MismatchError, TraceError
@@ -369,7 +368,6 @@ class Scaled(torch.autograd.Function):
 
 
 REGIONS: dict[str, Expression] = {
-    "checkpoint": lambda h, m: checkpoint(lambda x: torch.sin(x * m.weight) * math.exp(-m.weight), h, use_reentrant=False),
     "custom function": lambda h, m: Scaled.apply(h, 1 - m.weight),
     "gradient inside": lambda h, m: torch.autograd.grad((h**2 * m.weight).sum(), h, create_graph=True)[0],
 }

@@ -75,8 +75,7 @@ def solve_counted(
     if memory is CountedMemory.ALLOCATED:
         return run(replace(request, should_stop=combine_stops(request.should_stop, must_stop)))
     graph, budget_bytes, clock = request.graph, request.budget_bytes, request.clock
-    arena = choose_arena(graph, memory, asked=arena)
-    beside = predict_beside(graph, memory)
+    arena, beside = choose_arena(graph, memory, asked=arena), predict_beside(graph, memory)
     if refusal := beside.explain_refusal(budget_bytes):
         refused = Result(graph, budget_bytes, Status.INFEASIBLE, None, None, "", clock.seconds, message=refusal)
         return SolvedOrder(refused, keep_program_order(graph))

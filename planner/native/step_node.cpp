@@ -82,8 +82,7 @@ struct StepNode final : Node {
   std::vector<torch::autograd::SavedVariable> saved;
 
   ~StepNode() override {
-    const py::gil_scoped_acquire held;
-    step = py::object();
+    python_objects::drop_object(step);
   }
 
   std::string name() const override {

@@ -41,3 +41,11 @@ def plan_linear_step() -> Executor:
 def test_a_graph_that_outlives_the_interpreter_is_freed() -> None:
     run = subprocess.run([sys.executable, "-c", _OUTLIVED], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_gradients_are_no_views_and_can_be_detached_in_place() -> None:
+    step = plan_linear_step()
+    step(*[torch.randn(2, 4)] * 2).backward()
+    for parameter in step.training_step.parameters():
+        assert not parameter.grad._is_view()
+        parameter.grad.detach_().zero_()

@@ -197,7 +197,7 @@ void ask_for_large_pages(char* begin, int64_t size_bytes) {
 
 // Ends the pass that is served in this thread, if any.
 void end_serving() {
-  if (Slab* slab = active.slab) {
+  if (Slab* slab = std::exchange(active.slab, nullptr)) {
     std::lock_guard<std::mutex> guard(mutex);
     --slab->serving;
     passed_bytes = outside_bytes;

@@ -409,26 +409,20 @@ int64_t eager_find_packing() {
 // Makes the records, with the objects that op_records.cpp names, and returns the hooks that pack and unpack saved tensors; null, with
 // Python's error set, on failure.
 PyObject* eager_record_with(int64_t receiver, PyObject* parts) {
+  HANDLE_TH_ERRORS
   static PyMethodDef methods[] = {{"pack", &pack, METH_O, nullptr}, {"unpack", &unpack, METH_O, nullptr}};
-  try {
-    of(receiver)->records = new_op_records(parts);
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
+  of(receiver)->records = new_op_records(parts);
   PyObject* held = PyCapsule_New(new Shared(of(receiver)), nullptr, [](PyObject* dropped) { delete &receiver_in(dropped); });
   PyObject* found = Py_BuildValue("NN", PyCFunction_New(&methods[0], held), PyCFunction_New(&methods[1], held));
   Py_DECREF(held);
   return found;
+  END_HANDLE_TH_ERRORS
 }
 
 // Returns the types of the budgeted memory, of recomputation, of sources and of logs.
 PyObject* eager_types() {
-  try {
-    return py::make_tuple(memory_type(), recomputation_type(), sources_type(), step_log_type()).release().ptr();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
+  HANDLE_TH_ERRORS
+  return py::make_tuple(memory_type(), recomputation_type(), sources_type(), step_log_type()).release().ptr();
+  END_HANDLE_TH_ERRORS
 }
 }

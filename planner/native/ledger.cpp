@@ -8,12 +8,12 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
-#include <exception>
 #include <limits>
 #include <optional>
 #include <stdexcept>
@@ -540,12 +540,9 @@ extern "C" {
 
 // Return the type of ledgers, which are made of the name of a heuristic and the heuristic itself.
 PyObject* ledger_type_of_library() {
-  try {
-    return ledger_type().release().ptr();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
+  HANDLE_TH_ERRORS
+  return ledger_type().release().ptr();
+  END_HANDLE_TH_ERRORS
 }
 
 } // extern "C"

@@ -31,21 +31,25 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
+
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "recorded_op.h"
+
 namespace torch::jit { // of pybind_utils.h, which takes ten seconds to compile
 TORCH_PYTHON_API c10::IValue toIValue(pybind11::handle object, const c10::TypePtr& type, std::optional<int32_t> length);
-TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue value);
 } // namespace torch::jit
 
 namespace {
 
 namespace py = pybind11;
 using c10::IValue;
+using python_objects::borrow;
+using python_objects::steal;
+
 // The values of a run.
 struct Registers {
   std::vector<IValue> values;
@@ -92,8 +96,7 @@ struct Object final : torch::CustomClassHolder {
   explicit Object(py::object object) : object(std::move(object)) {}
 
   ~Object() override {
-    py::gil_scoped_acquire lock;
-    object = py::object();
+    python_objects::drop_object(object);
   }
 
   py::object object;
@@ -273,12 +276,12 @@ IValue to_value(py::handle object) {
       return number;
     }
   }
-  return IValue::make_capsule(c10::make_intrusive<Object>(py::reinterpret_borrow<py::object>(object)));
+  return IValue::make_capsule(c10::make_intrusive<Object>(borrow(given)));
 }
 
 py::object to_object(const IValue& value) {
   if (value.isTensor()) {
-    return py::reinterpret_steal<py::object>(THPVariable_Wrap(value.toTensor()));
+    return steal(THPVariable_Wrap(value.toTensor()));
   }
   if (value.isCapsule()) {
     return c10::static_intrusive_pointer_cast<Object>(value.toCapsule())->object;
@@ -311,7 +314,7 @@ py::object build_object(const Argument& argument, const Registers& registers) {
       for (size_t i = 0; i < 3; i++) {
         ends[i] = build_object(argument.items[i], registers);
       }
-      return py::reinterpret_steal<py::object>(PySlice_New(ends[0].ptr(), ends[1].ptr(), ends[2].ptr()));
+      return steal(PySlice_New(ends[0].ptr(), ends[1].ptr(), ends[2].ptr()));
     }
   }
   TORCH_INTERNAL_ASSERT(false, "an argument has the unknown form ", static_cast<int64_t>(argument.form));
@@ -451,16 +454,6 @@ class DrawLock {
   const py::object& lock_;
 };
 
-at::Tensor read_state(at::Generator generator) {
-  std::scoped_lock lock(generator.mutex());
-  return generator.get_state();
-}
-
-void write_state(at::Generator generator, const at::Tensor& state) {
-  std::scoped_lock lock(generator.mutex());
-  generator.set_state(state);
-}
-
 // Call a random operator so that each execution of its op draws the same numbers.
 void draw(const Instruction& instruction, Registers& registers, torch::jit::Stack& stack, const py::object& lock) {
   const DrawLock held(lock);
@@ -472,13 +465,13 @@ void draw(const Instruction& instruction, Registers& registers, torch::jit::Stac
   const at::Generator generator = instruction.drawn_from[1].constant.toGenerator();
   const auto own = instruction.drawn_from[2].constant.toOptional<at::Generator>();
   if (instruction.draw == kDrawFirst) {
-    state.copy_(read_state(generator)); // what was saved before is outdated: others may have drawn since
+    state.copy_(get_state(generator)); // what was saved before is outdated: others may have drawn since
   }
   if (own) {
-    write_state(*own, state);
+    set_state(*own, state);
     call_operator(instruction, registers, stack, true);
     if (instruction.draw == kDrawFirst) {
-      write_state(generator, read_state(*own));
+      set_state(generator, get_state(*own));
     }
     return;
   }
@@ -487,8 +480,8 @@ void draw(const Instruction& instruction, Registers& registers, torch::jit::Stac
     return;
   }
   const at::Generator now = generator.clone();
-  const auto restore = [&] { write_state(generator, now.get_state()); };
-  write_state(generator, state);
+  const auto restore = [&] { set_state(generator, now.get_state()); };
+  set_state(generator, state);
   try {
     call_operator(instruction, registers, stack, true);
   } catch (...) {
@@ -509,11 +502,8 @@ void call_function(const Instruction& instruction, Registers& registers) {
       pointers.push_back(given.back().ptr());
     }
     const size_t named = instruction.names ? PyTuple_GET_SIZE(instruction.names.ptr()) : 0;
-    result = py::reinterpret_steal<py::object>(PyObject_Vectorcall(
+    result = steal(PyObject_Vectorcall(
         instruction.target.ptr(), pointers.data(), pointers.size() - named, named > 0 ? instruction.names.ptr() : nullptr));
-  }
-  if (!result) {
-    throw py::error_already_set();
   }
   if (!instruction.results.empty() && instruction.results[0] >= 0) {
     registers[instruction.results[0]] = to_value(result);
@@ -531,10 +521,7 @@ void take_item(const Instruction& instruction, Registers& registers) {
   if (sequence.isCapsule()) {
     py::gil_scoped_acquire lock;
     const py::object subscript = build_object(instruction.arguments[1], registers);
-    py::object found = py::reinterpret_steal<py::object>(PyObject_GetItem(to_object(sequence).ptr(), subscript.ptr()));
-    if (!found) {
-      throw py::error_already_set();
-    }
+    py::object found = steal(PyObject_GetItem(to_object(sequence).ptr(), subscript.ptr()));
     item = to_value(found);
     return;
   }
@@ -556,10 +543,7 @@ void read_parameters(const Program& program, py::handle given, Registers& regist
       registers[parameter.index] = to_value(value);
       continue;
     }
-    const auto sequence = py::reinterpret_steal<py::object>(PySequence_Fast(value, "a pass was called without a sequence"));
-    if (!sequence) {
-      throw py::error_already_set();
-    }
+    const auto sequence = steal(PySequence_Fast(value, "a pass was called without a sequence"));
     TORCH_CHECK_VALUE(
         PySequence_Fast_GET_SIZE(sequence.ptr()) == static_cast<Py_ssize_t>(parameter.items.size()),
         "a pass takes ", parameter.items.size(), " values and got ", PySequence_Fast_GET_SIZE(sequence.ptr()));
@@ -568,8 +552,8 @@ void read_parameters(const Program& program, py::handle given, Registers& regist
         registers[parameter.items[item]] = to_value(PySequence_Fast_GET_ITEM(sequence.ptr(), item));
       }
     }
-    if (parameter.emptied && PyList_SetSlice(value, 0, PyList_GET_SIZE(value), nullptr) < 0) {
-      throw py::error_already_set();
+    if (parameter.emptied) {
+      python_objects::check(PyList_SetSlice(value, 0, PyList_GET_SIZE(value), nullptr));
     }
   }
 }
@@ -600,7 +584,7 @@ py::object run(const Program& program, py::handle given, int64_t& position) {
           take_item(instruction, registers);
           break;
         case kState:
-          registers[instruction.results[0]] = read_state(instruction.arguments[0].constant.toGenerator());
+          registers[instruction.results[0]] = get_state(instruction.arguments[0].constant.toGenerator());
           break;
       }
       for (int64_t freed : instruction.freed) {
@@ -635,7 +619,7 @@ Argument read_argument(py::handle described) {
 // Adapt an argument to the type that the schema of an operator has for it.
 void adapt(Argument& argument, c10::TypePtr type) {
   if (argument.form == kConstant) {
-    const auto number = py::reinterpret_borrow<py::object>(argument.object);
+    const py::object& number = argument.object;
     auto unwrapped = type;
     if (const auto optional = type->cast<c10::OptionalType>()) {
       unwrapped = optional->getElementType();

@@ -34,6 +34,16 @@ inline py::object number(int64_t value) {
   return steal(PyLong_FromLongLong(value));
 }
 
+// Drops an object, with the interpreter lock. Statics may hold it until Python has ended: then it is leaked.
+inline void drop_object(py::object& object) {
+  if (Py_IsInitialized() == 0) {
+    object.release();
+    return;
+  }
+  const py::gil_scoped_acquire held;
+  object = py::object();
+}
+
 inline int64_t to_int(py::handle value) {
   const auto found = PyLong_AsLongLong(value.ptr());
   check(found == -1 && PyErr_Occurred() != nullptr ? -1 : 0);

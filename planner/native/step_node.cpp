@@ -58,7 +58,7 @@ void take(PyObject* list, size_t item) {
 }
 
 // Call `sum` with an item of a list, which is taken from it. A first gradient that only the list holds becomes the parameter's
-// own, as there, without the dispatcher, which takes most of the time of such a call.
+// own, as there, without the dispatcher, which takes most of the time of such a call; one that is a view is detached, as there.
 void add(AccumulateGrad& sum, PyObject* list, size_t item) {
   PyObject* object = PyList_GET_ITEM(list, item);
   const at::Tensor& gradient = THPVariable_Unpack(object);
@@ -66,7 +66,7 @@ void add(AccumulateGrad& sum, PyObject* list, size_t item) {
   if (!has_other_users && !sum.variable.grad().defined() && gradient.layout() == c10::kStrided &&
       torch::autograd::utils::obeys_layout_contract(gradient, sum.variable)) {
     gradient.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(false);
-    sum.variable.mutable_grad() = gradient;
+    sum.variable.mutable_grad() = gradient.is_view() ? gradient.detach() : gradient;
     take(list, item);
     return;
   }
@@ -82,8 +82,7 @@ struct StepNode final : Node {
   std::vector<torch::autograd::SavedVariable> saved;
 
   ~StepNode() override {
-    const py::gil_scoped_acquire held;
-    step = py::object();
+    python_objects::drop_object(step);
   }
 
   std::string name() const override {

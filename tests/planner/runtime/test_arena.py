@@ -388,8 +388,11 @@ def test_pages_that_were_given_back_leave_room_in_the_limit_of_the_process() -> 
     full_bytes = used_bytes()
     beside = torch.empty(size // 2, dtype=torch.uint8)
     assert used_bytes() - full_bytes <= 2 * HUGE_PAGE_BYTES
+    other, places = Slab(4096), addresses(4096)
+    places.start(other, range(1))
     with limited(size // 4), pytest.raises(OutOfMemoryError, match="that were given back between steps"):
         touch(slab)
+    assert not is_in(other, torch.empty(4096, dtype=torch.uint8))  # it has ended before
     arena_allocator.stop()
     del beside
     with limited(size):

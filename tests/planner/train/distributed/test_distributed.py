@@ -184,12 +184,12 @@ def check_swaps(rank: int, **options: bool) -> None:
     other = find_least_evicting_schedule(offered, WorkClock(1.0))
     assert other is not None and other != first.schedule
 
-    def find(_: Improvement, steps: int) -> Plan | None:
+    def advance(_: Improvement, steps: int) -> Plan | None:
         assert rank == 0
         return replace(first, schedule=other, time_s=0.9 * first.time_s) if steps == 2 else None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Improvement, "find", find)
+        patch.setattr(Improvement, "advance", advance)
         assert_trains_as(eager, planned, step, batch)
     assert [use.step for use in step.history] == [1, 2]
     assert step.plan.schedule == other

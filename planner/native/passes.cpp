@@ -31,7 +31,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-
 #include <optional>
 #include <string>
 #include <utility>

@@ -2,7 +2,9 @@
 
 Commands import their needs when they run, so that ``--help`` answers at once.
 
-Budgets, files and limits are read here, so that a wrong one has the same message, of one line, in every command.
+Budgets, files and limits are read here, so that a wrong one has the same message, of one line, in every command. An unknown
+option is answered by one of its command only if they are close: ``--budget`` was answered by ``--host-budget``, and is now by the
+commands that take it.
 """
 
 import argparse

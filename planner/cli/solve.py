@@ -1,4 +1,8 @@
-"""``planner solve``: solve a graph for a budget."""
+"""``planner solve``: solve a graph for a budget.
+
+The plan is always kept, beside the graph unless another file is named: without ``-o`` it was lost before. What would refuse the
+file is checked before the search. Known weakness: nothing is written before the end, so that a second Ctrl-C leaves no plan.
+"""
 
 import argparse
 from pathlib import Path

@@ -6,6 +6,9 @@
 // copies of contents before they are overwritten, sizes without a rule, and what to do after an error (`Recorder` of
 // planner.train.eager.recording).
 //
+// The library holds records and storages itself. As objects of Python there were three for each op, which its garbage collector
+// visited. Known weakness: the interpreter lock is taken for each op, because modules and operators are known by names of Python's.
+//
 // An op that ends with an error may have written a part of its result, so that storage is kept, as it cannot be recomputed.
 
 #include "op_records.h"

@@ -6,6 +6,11 @@
 // Operators run below autograd: nothing in a pass is recorded for it. Those that write, or return what callers see, keep the
 // counting of versions, on which checks of later writes rely.
 //
+// In Python each call took 2 to 4 us more than its boxed kernel, and a planned step was slower than eager PyTorch before anything was
+// recomputed. A view took 0.5 to 1 us even here, since its operator derives sizes that a static step has every time: the first one of
+// an instruction is remembered, and an equal tensor made from it. Whether a result is a view is told by what the run has made; counts
+// of references, tried before, differ under a mode that watches storages.
+//
 // Python's interpreter lock is released between calls of Python. An instruction that fails ends the pass; all registers are
 // freed before the error reaches Python, with the position of the instruction.
 

@@ -1,6 +1,7 @@
 """Progress on a terminal: one line, rewritten in place, on stderr.
 
-If stderr is not a terminal, a plain line every ten seconds instead.
+If stderr is not a terminal, a plain line every ten seconds instead. Rich draws the line, from a thread of its own; a process that
+is about to exit cannot wait for that thread's locks, and writes what shows the cursor again itself.
 """
 
 import os

@@ -1,6 +1,7 @@
 """Progress in a notebook: a bar below the cell, which the summary replaces at the end.
 
-A planning without a summary leaves its place to the next one.
+A planning without a summary leaves its place to the next one: the graphs of a step that is captured in pieces share one bar. The
+bar is an element of HTML, so that it needs no widgets, which not every notebook shows.
 """
 
 import time

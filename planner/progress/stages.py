@@ -1,6 +1,10 @@
 """Progress of planning: the stages, how far each has advanced, and an estimate of the time left.
 
 ``Stages`` receives the reports of planning. It turns each into a ``Progress`` and passes it to the views, which show it.
+
+Time left is estimated from the stages that take longer for a longer step, and not before one of them has run: from capture, 89 s
+were said to be left where 11 were. Known weaknesses: a solve ends at its gap, at a time that nobody knows, and the shares of the
+stages (``_WEIGHTS``) are typical ones, not this model's.
 """
 
 import time

@@ -1,4 +1,9 @@
-"""Plans and runs as text and as plain data."""
+"""Plans and runs as text and as plain data.
+
+One list of lines and one dict for each, which the commands, notebooks and logs share: five rooms had words of their own for a
+plan before, with other units. Predicted and measured values stand in lines of their own, since only some of them are known for a
+plan that has not run. A budget is given as a share of eager PyTorch's memory only where that says something.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

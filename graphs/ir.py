@@ -211,7 +211,7 @@ class Graph:
     @property
     def device(self) -> str:
         """Device of the step, as torch or ``planner.settings.devices`` names it; "" if the provenance has none."""
-        return self.provenance.device or ""
+        return self.provenance.device
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"

@@ -21,22 +21,6 @@ class Times(StrEnum):
 class Provenance(Mapping[str, object]):
     """The origin of a graph; as a mapping, what files have: also the entries that only people read, in their order.
 
-    Attributes:
-        model: its name.
-        device: of the step, as torch or ``planner.settings.devices`` names it.
-        torch: version of PyTorch.
-        times: where the times of ops come from.
-        optimizer: that the graph was traced for: a name in ``OPTIMIZERS``, or a measured one.
-        accumulate: True if gradients are accumulated over several batches.
-        variant: of Inductor's kernels.
-        compile_seconds: that Inductor took for them.
-        context_bytes: of CUDA's context, as measured on the device.
-        shares_of_bytes: the peak that shares refer to, if it is not that of the graph itself.
-        allocated_bytes: id and bytes of each tensor whose kernel allocates another size than its shape needs.
-        unrepeatable_ops: ids of the ops that are executed once because their bits differ between two executions.
-        options: names of the options that the graph was traced with.
-        left_out: names of their ops that were dropped as useless.
-
     Example:
         >>> origin = Provenance.of({"model": "gpt2", "threads": 2})
         >>> origin.model, origin["threads"], origin.times
@@ -45,20 +29,20 @@ class Provenance(Mapping[str, object]):
 
     _recorded: ClassVar[Mapping[str, object]] = {}  # of an instance: the mapping that it was made of
 
-    model: str | None = None
-    device: str | None = None
-    torch: str | None = None
+    model: str = ""
+    device: str = ""  # of the step, as torch or ``planner.settings.devices`` names it
+    torch: str = ""  # its version
     times: Times | None = None
-    optimizer: Literal["none", "sgd", "momentum", "adamw"] | MeasuredOptimizer = "none"
-    accumulate: bool = False
-    variant: str | None = None
-    compile_seconds: float | None = None
-    context_bytes: int | None = None
-    shares_of_bytes: int | None = None
-    allocated_bytes: Sequence[tuple[int, int]] = ()
-    unrepeatable_ops: Sequence[int] = ()
-    options: Sequence[str] = ()
-    left_out: Sequence[str] = ()
+    optimizer: Literal["none", "sgd", "momentum", "adamw"] | MeasuredOptimizer = "none"  # that the graph was traced for
+    accumulate: bool = False  # True if gradients are accumulated over several batches
+    variant: str = ""  # of Inductor's kernels
+    compile_seconds: float | None = None  # that Inductor took for them
+    context_bytes: int | None = None  # of CUDA's context, as measured on the device
+    shares_of_bytes: int | None = None  # the peak that shares refer to, if it is not that of the graph itself
+    allocated_bytes: Sequence[tuple[int, int]] = ()  # by tensor, where its kernel allocates another size than its shape needs
+    unrepeatable_ops: Sequence[int] = ()  # executed once because their bits differ between two executions
+    options: Sequence[str] = ()  # that the graph was traced with
+    left_out: Sequence[str] = ()  # names of their ops that were dropped as useless
 
     @staticmethod
     def of(recorded: Mapping[str, object], source: str = "graph", path: str = "provenance") -> "Provenance":

@@ -239,7 +239,7 @@ def _capture_again(plan: Plan, workload: Workload, stages: Stages) -> Capture:
     """Return the step as it was when `plan` was made."""
     provenance = plan.graph.provenance
     with stages.run_stage(Stage.CAPTURE):
-        settings = PlanSettings(optimizer=provenance.optimizer, accumulate=provenance.accumulate, name=provenance.model or "")
+        settings = PlanSettings(optimizer=provenance.optimizer, accumulate=provenance.accumulate, name=provenance.model)
         captured = capture_step(workload, settings)
     return restore_recorded(captured, provenance, read_recorded_options(plan.settings))
 

@@ -158,7 +158,7 @@ class OptionSettings:
             return KnownLink(Link.even(self.link_bytes_per_s), LinkSource.GIVEN)
         if (measured := get_measured_link(provenance)) is not None:
             return KnownLink(measured.link, LinkSource.MEASURED)
-        if (published := get_published_link(provenance.device or "")) is not None:
+        if (published := get_published_link(provenance.device)) is not None:
             return KnownLink(published, LinkSource.PUBLISHED)
         return KnownLink(Link.even(parse_rate(LINK)), LinkSource.DEFAULT)
 

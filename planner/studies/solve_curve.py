@@ -129,7 +129,7 @@ def _solve_curve(
         least,
         finished,
         order.changed,
-        name=graph.provenance.model or "",
+        name=graph.provenance.model,
         seconds=clock.seconds,
     )
 

@@ -30,7 +30,7 @@ def test_entries_have_types_and_files_have_them_as_they_were() -> None:
         assert json.dumps(dict(found)) == json.dumps(RECORDED)
         assert found.optimizer == MeasuredOptimizer("Own", (4, 8), ())
         assert (found.times, *found.allocated_bytes) == (Times.IN_STEPS, (3, 512))
-        assert (found.model, found.accumulate, *found.options) == (None, False, "chunks")
+        assert (found.model, found.accumulate, *found.options) == ("", False, "chunks")
 
 
 def test_what_is_recorded_later_is_last() -> None:

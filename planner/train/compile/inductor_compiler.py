@@ -29,7 +29,7 @@ class InductorCompiler(Compiler):
 
     def adapt_capture(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
         """Return the step on `batch` with the variant that `plan` was made for; see ``Compiler``."""
-        variant = CompileVariant(str(plan.graph.provenance.variant))
+        variant = CompileVariant(plan.graph.provenance.variant)
         of_plan = captured if variant is CompileVariant.DEFAULT else self._compile_other(variant, captured, batch)
         return Compiler.adapt_capture(self, plan, of_plan, batch)
 

@@ -195,7 +195,7 @@ class _Comparison:
         row = replace(
             row,
             predicted_peak_bytes=step.plan.peak_bytes,
-            variant=str(step.plan.graph.provenance.get("variant", "")),
+            variant=step.plan.graph.provenance.variant,
             gap=step.plan.gap,
             plan_s=plan_s,
             compile_s=model.asked_s - asked_s,

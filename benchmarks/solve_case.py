@@ -76,7 +76,7 @@ def solve_case(case: SolverRow, file: Path) -> Iterator[SolverRow]:
     result = solve_in_best_order(solve, request).result if case.solver in REORDERED else solve(request)
     seconds = clock.seconds  # of all orders
     resident_mb = read_peak_resident_mb()  # before the program is written once more
-    traced = {"torch": graph.provenance["torch"]} if "torch" in graph.provenance else {}
+    traced = {"torch": version} if (version := graph.provenance.torch) else {}
     versions = {**result.versions, **traced, "Python": platform.python_version()}
     yield replace(
         case,

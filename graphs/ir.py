@@ -11,7 +11,7 @@ streams. A graph without optional ops has one pool and one stream, the defaults.
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -21,6 +21,7 @@ from planner.graphs.checks import check_graph
 from planner.graphs.errors import UsageError, quote
 from planner.graphs.escape import escape_text
 from planner.graphs.pools import COMPUTE, DEVICE, Pool, is_channel
+from planner.graphs.provenance import Provenance
 from planner.graphs.requests import MemoryRequest
 from planner.graphs.units import format_bytes, format_seconds
 
@@ -178,7 +179,7 @@ class Graph:
         tensors: each output of an op has that op among its producers; the others are static.
         kept: ids of produced tensors that must be in memory at the end (loss, gradients, outputs). They are delivered when first
             computed and never freed.
-        provenance: origin of the graph (model, inputs, device, dtype, versions, source of the times).
+        provenance: origin of the graph; also any mapping with such entries.
         pools: the memory pools, the device's first.
         limits: pairs of a resource name and the amount that the executed ops may use of it, each op counted once; other resources
             are unlimited.
@@ -191,12 +192,13 @@ class Graph:
     ops: tuple[Op, ...]
     tensors: tuple[Tensor, ...]
     kept: frozenset[int]
-    provenance: Mapping[str, object] = field(default_factory=dict)
+    provenance: Provenance = field(default_factory=Provenance)
     pools: tuple[Pool, ...] = (_DEVICE_POOL,)
     limits: tuple[tuple[str, float], ...] = ()
     around_s: float = 0.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "provenance", Provenance.of(self.provenance))
         check_graph(self)
 
     def __repr__(self) -> str:
@@ -209,7 +211,7 @@ class Graph:
     @property
     def device(self) -> str:
         """Device of the step, as torch or ``planner.settings.devices`` names it; "" if the provenance has none."""
-        return str(self.provenance.get("device", ""))
+        return self.provenance.device
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"

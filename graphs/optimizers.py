@@ -1,6 +1,6 @@
 """The memory of optimizers: by the name of a usual one, or as measured from an optimizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -65,17 +65,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "momentum": Optimizer(1),
     "adamw": Optimizer(2, counter_bytes=4, temporaries=1),
 }
-
-
-def get_traced_optimizer(provenance: Mapping[str, object]) -> str | MeasuredOptimizer:
-    """Return the optimizer that a graph of this provenance was traced for: a name in ``OPTIMIZERS``, or a measured one."""
-    match provenance.get("optimizer"):
-        case {"name": str(name), "state": [*state], "temporaries": [*temporaries]}:
-            return MeasuredOptimizer(name, tuple(map(int, state)), tuple(map(int, temporaries)))
-        case str(name) if name in OPTIMIZERS:
-            return name
-        case _:
-            return "none"
 
 
 def get_optimizer_memory(optimizer: str | MeasuredOptimizer) -> Optimizer | MeasuredOptimizer:

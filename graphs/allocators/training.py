@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from planner.graphs.addresses import Buffer, buffers_of, count_moments
 from planner.graphs.allocators.caching import DEFAULT, CachingAllocator, DeviceFullError, Level, Rules
 from planner.graphs.ir import Graph, Kind, Tensor
-from planner.graphs.optimizers import MeasuredOptimizer, get_optimizer_memory, get_traced_optimizer
+from planner.graphs.optimizers import MeasuredOptimizer, get_optimizer_memory
 from planner.graphs.pools import DEVICE
 from planner.graphs.schedule import Schedule, find_boundary
 
@@ -67,7 +67,7 @@ def training_of(graph: Graph, schedule: Schedule, *, pool: str = DEVICE, library
     """
     held = [tensor for tensor in graph.tensors if tensor.static and tensor.pool == pool and tensor.size_bytes]
     parameters = [tensor.size_bytes for tensor in held if tensor.kind is Kind.PARAMETER]
-    optimizer = get_optimizer_memory(get_traced_optimizer(graph.provenance))
+    optimizer = get_optimizer_memory(graph.provenance.optimizer)
     measured = optimizer.state if isinstance(optimizer, MeasuredOptimizer) else None
     state = [tensor for tensor in held if tensor.kind is Kind.OPTIMIZER_STATE]
     moments = count_moments(graph)

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 from msgspec import UNSET, Struct, UnsetType
 
+from planner.graphs.documents import Finite, Natural, convert_document, refuse
 from planner.graphs.errors import FormatError
-from planner.graphs.io.documents import Finite, Natural, convert_document, refuse
 from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
+from planner.graphs.provenance import Provenance
 
 KIB = 1024
 UNITS_PER_S = 100_000  # a unit of time is 0.01 ms
@@ -81,4 +82,4 @@ def read_graph(data: Mapping[str, object], *, source: str, name: str) -> Graph:
             for row in read.reference
         ],
     }
-    return Graph(tuple(ops), tuple(tensors), frozenset(), provenance)
+    return Graph(tuple(ops), tuple(tensors), frozenset(), Provenance.of(provenance))

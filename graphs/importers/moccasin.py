@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, Struct, UnsetType, field
 
+from planner.graphs.documents import Natural, Seconds, convert_document, refuse, shorten
 from planner.graphs.errors import FormatError
-from planner.graphs.io.documents import Natural, Seconds, convert_document, refuse, shorten
 from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
+from planner.graphs.provenance import Provenance
 
 UNITS_PER_S = 1_000_000
 
@@ -104,7 +105,7 @@ def read_graph(data: Mapping[str, object], *, source: str, name: str) -> Graph:
         tuple(ops),
         tuple(tensors),
         frozenset(),
-        {"imported": "node-link graph", "model": str(model), "time_unit": "not given: taken as 1 us"},
+        Provenance.of({"imported": "node-link graph", "model": str(model), "time_unit": "not given: taken as 1 us"}),
     )
 
 

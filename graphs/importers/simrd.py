@@ -22,6 +22,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
+from planner.graphs.documents import refuse, shorten
 from planner.graphs.errors import FormatError
 from planner.graphs.importers.simrd_lines import (
     AliasLine,
@@ -39,7 +40,6 @@ from planner.graphs.importers.simrd_lines import (
     read_lines,
 )
 from planner.graphs.importers.storages import ExecutionRecord, Storage
-from planner.graphs.io.documents import refuse, shorten
 from planner.graphs.ir import Graph, Phase
 
 _LARGEST = 2**63 - 1

@@ -10,8 +10,8 @@ from typing import Annotated, Any, get_args
 
 from msgspec import Meta, Struct
 
+from planner.graphs.documents import Natural, convert_document, shorten
 from planner.graphs.errors import FormatError
-from planner.graphs.io.documents import Natural, convert_document, shorten
 
 _GZIP = b"\x1f\x8b"
 _HEAD_BYTES = 4096

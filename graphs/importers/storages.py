@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
+from planner.graphs.provenance import Provenance
 
 _RANDOM = re.compile(r"d?rou?pout|bernoulli|multinomial|randn?(_|$)|normal_$|uniform_$", re.IGNORECASE)
 
@@ -141,7 +142,7 @@ class _GraphBuilder:
                 )
                 self._add_op(f"hold.{storage.name}", "hold", (), (t,), executed.phase)
         kept = [s for s in storages if s.producer is not None and (s.permanent or s.released is None)]
-        return Graph(tuple(self.ops), tuple(self.tensors), frozenset(self.number[s.id] for s in kept), provenance)
+        return Graph(tuple(self.ops), tuple(self.tensors), frozenset(self.number[s.id] for s in kept), Provenance.of(provenance))
 
     def add(self, executed: _ExecutedOp, name: str) -> None:
         """Add the op as it was executed."""

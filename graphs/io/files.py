@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from planner.graphs.documents import convert_to_json, shorten
 from planner.graphs.errors import FormatError, OutputError, UsageError
-from planner.graphs.io.documents import convert_to_json, shorten
 
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/(?P<process>[0-9]+))/fd/(?P<number>[0-9]+)")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character, which is invalid without the other half

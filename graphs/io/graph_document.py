@@ -5,8 +5,7 @@ from typing import TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from planner.graphs.errors import GraphError
-from planner.graphs.io.documents import (
+from planner.graphs.documents import (
     GRAPH_FORMAT,
     VERSION,
     Finite,
@@ -20,8 +19,10 @@ from planner.graphs.io.documents import (
     list_fields,
     refuse,
 )
+from planner.graphs.errors import GraphError
 from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
 from planner.graphs.pools import COMPUTE, DEVICE, Pool
+from planner.graphs.provenance import Provenance
 from planner.graphs.requests import MemoryRequest
 
 _Ids: TypeAlias = tuple[Natural, ...]
@@ -111,7 +112,7 @@ def build_from_dict(data: Mapping[str, object], *, source: str = "graph") -> Gra
     """
     check_header(data, GRAPH_FORMAT, source)
     read = convert_document(data, _Graph, source)
-    provenance = convert_to_json_object(read.provenance, f"{source}: provenance")
+    provenance = Provenance.of(convert_to_json_object(read.provenance, f"{source}: provenance"), source)
     _check_ids(read, source)
     producers: dict[int, tuple[int, ...]] = {}
     for op in read.ops:

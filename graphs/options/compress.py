@@ -12,7 +12,6 @@ RESTORE = f"{COMPRESS}.restore"  # prefix of the targets of ops that restore
 REFERENCE_BITS = 4  # every compressible tensor has an op at this precision
 LEAST_BITS, MOST_BITS = 1, 8
 VARIANCE = "gradient variance"  # the limited resource, relative to the squared norm of the gradients
-SENSITIVITY = "sensitivity"  # key of the provenance: measured or modelled
 
 # The range of 256 normal numbers is this many standard deviations, on average; rounding to steps of length h has
 # variance h^2 / 6, and float8 with 3 mantissa bits has this relative rounding error.
@@ -29,7 +28,7 @@ def predict_gradient_error(graph: Graph, computed: Collection[int]) -> float | N
 def set_variances(graph: Graph, variances: Mapping[int, float], how: str) -> Graph:
     """Return `graph` with the given gradient variances by op id, 0 for other ops; `how` states their origin."""
     ops = tuple(op.using(VARIANCE, variances.get(op.id, 0.0)) for op in graph.ops)
-    return replace(graph, ops=ops, provenance={**graph.provenance, SENSITIVITY: how})
+    return replace(graph, ops=ops, provenance=graph.provenance.record(sensitivity=how))
 
 
 def limit_variance(graph: Graph, bits: int) -> Graph:

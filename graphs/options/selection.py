@@ -6,49 +6,30 @@ An op is known by its position, so removing some renumbers the others; names sta
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from planner.graphs.errors import GraphError
 from planner.graphs.ir import Graph, Op
 from planner.graphs.pools import COMPUTE
 from planner.graphs.schedule import Compute, Free, Schedule
 
-TRACED = "options"  # key of the provenance: the options that a graph was traced with
-LEFT_OUT = "left_out"  # key of the provenance: names of their ops that were dropped as useless
-
-
-def list_traced_options(graph: Graph) -> tuple[str, ...]:
-    """Return the names of the options that were enabled when `graph` was traced.
-
-    Raises:
-        GraphError: the provenance is not a list of names.
-    """
-    names = graph.provenance.get(TRACED, ())
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise GraphError(
-            f"the provenance of the graph says that it was traced with the options {names!r}: must be a list of names"
-        )
-    return tuple(names)
-
 
 def keep_traced(graph: Graph, names: Collection[str]) -> Graph:
     """Return `graph` where, of the options that it was traced with, only `names` remain."""
-    dropped = [name for name in list_traced_options(graph) if name not in names]
+    dropped = [name for name in graph.provenance.options if name not in names]
     if not dropped:
         return graph
-    provenance = {key: value for key, value in graph.provenance.items() if key != TRACED}
-    if left := [name for name in list_traced_options(graph) if name in names]:
-        provenance[TRACED] = left
     kept = remove_ops(graph, lambda op: get_option_name(op) in dropped)
+    left = [name for name in graph.provenance.options if name in names]
+    provenance = graph.provenance.remove("options").record(**{"options": left} if left else {})
     return replace(kept, provenance=provenance, limits=())
 
 
 def list_exact_ops(graph: Graph) -> list[str]:
     """Return the names of the optional ops that were found in tracing and are bit-identical to the program."""
-    return [op.name for op in graph.ops if op.optional and op.exact and get_option_name(op) in list_traced_options(graph)]
+    return [op.name for op in graph.ops if op.optional and op.exact and get_option_name(op) in graph.provenance.options]
 
 
 def keep_traced_ops(graph: Graph, names: Collection[str]) -> Graph:
     """Return `graph` where, of the optional ops that were found in tracing, only those in `names` remain."""
-    found = [op.name for op in graph.ops if op.optional and get_option_name(op) in list_traced_options(graph)]
+    found = [op.name for op in graph.ops if op.optional and get_option_name(op) in graph.provenance.options]
     dropped = set(found).difference(names)
     return remove_ops(graph, lambda op: op.name in dropped) if dropped else graph
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
+from planner.graphs.provenance import Provenance
 
 
 @dataclass(slots=True)
@@ -55,4 +56,4 @@ class Draft:
 
     def build_graph(self, kept: Sequence[int] = (), **provenance: object) -> Graph:
         """Return the graph; `kept` tensors must be in memory at the end."""
-        return Graph(tuple(self.ops), tuple(self.tensors), frozenset(kept), {"made": "synthetic", **provenance})
+        return Graph(tuple(self.ops), tuple(self.tensors), frozenset(kept), Provenance.of({"made": "synthetic", **provenance}))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.graphs.ir import Graph, Op, Phase, Tensor
+from planner.graphs.provenance import Provenance
 from planner.graphs.synthetic.draft import Draft
 
 MiB = 2**20
@@ -145,4 +146,4 @@ def draw_options(seed: int, ops: int, most: int = 4) -> Graph:
                 add_variant([reader], reader.time_s + draw.randint(0, 2), (t.id, packed.id))
             else:
                 add((packed.id,), (t.id,), float(draw.randint(0, 2)))
-    return Graph(tuple(made), tuple(tensors), graph.kept, {"made": "synthetic", "seed": seed})
+    return Graph(tuple(made), tuple(tensors), graph.kept, Provenance.of({"made": "synthetic", "seed": seed}))

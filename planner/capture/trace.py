@@ -29,6 +29,7 @@ from planner.capture.step import LossFn, TrainingStep, check_module, check_tenso
 from planner.graphs.errors import TraceError
 from planner.graphs.ir import Kind
 from planner.graphs.optimizers import MeasuredOptimizer, get_optimizer_memory
+from planner.graphs.provenance import Provenance
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant
@@ -114,7 +115,8 @@ def capture_kernels(
     device = find_device(model, batch)
     statics = _build_statics(step, batch, device, optimizer, accumulate=accumulate)
     provenance = _build_provenance(model, batch, device, optimizer, accumulate=accumulate, name=name)
-    provenance |= {"kernels": "inductor", "variant": str(variant), "compile_seconds": round(time.perf_counter() - begin, 2)}
+    seconds = round(time.perf_counter() - begin, 2)
+    provenance = provenance.record(kernels="inductor", variant=variant, compile_seconds=seconds)
     signature = Signature.of(batch, halves.joint.out_spec)
     lowered = lower_step(halves, statics, signature, generator=get_default_generator(device), provenance=provenance)
     return replace(lowered, guards=guards, conditions=conditions, whole=halves.build_call(step))
@@ -146,8 +148,8 @@ def _build_statics(
 
 def _build_provenance(
     model: nn.Module, batch: Batch, device: torch.device, optimizer: str | MeasuredOptimizer, *, accumulate: bool, name: str
-) -> dict[str, object]:
-    return {
+) -> Provenance:
+    recorded = {
         "model": name or type(model).__name__,
         "inputs": [_describe(leaf) for leaf in list_leaves(batch)],
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -157,6 +159,7 @@ def _build_provenance(
         "accumulate": accumulate,
         "torch": torch.__version__,
     }
+    return Provenance.of(recorded)
 
 
 def _describe(leaf: object) -> str:

@@ -237,7 +237,7 @@ def _get_graph(arguments: argparse.Namespace, options: "OptionSettings", progres
 
     if arguments.model.endswith(".json"):
         graph = read_graph(arguments.model)
-        return graph, str(graph.provenance.get("model", Path(arguments.model).stem))
+        return graph, graph.provenance.model or Path(arguments.model).stem
     from planner.capture.workload.workload import parse_spec
 
     spec = parse_spec(arguments.model)

@@ -70,9 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _model_of(plan: "Plan") -> ModelSpec:
     """Return the model that the graph of `plan` was traced from; raise a UsageError if the plan does not say which."""
-    named = plan.graph.provenance.get("model")
     try:
-        return parse_spec(str(named))
+        return parse_spec(plan.graph.provenance.model)
     except ModelError:
         raise UsageError("the plan does not name a model that can be built: add --model") from None
 

@@ -5,8 +5,6 @@ from typing import Any, cast
 
 import torch
 
-SETTINGS = "settings"  # key in the provenance of a graph
-
 _ENVIRONMENT = {
     "cpu": ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR"),
     "cuda": ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE"),

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from planner.graphs.ir import Graph
+from planner.graphs.provenance import Times
 from planner.measure.timing import compute_typical
 from planner.memory.reserved import needs_libraries
 from planner.runtime.allocator import MemoryRise, measure_memory_rise
@@ -170,7 +171,7 @@ def set_times(graph: Graph, times_s: Mapping[str, float], *, host_scale: float =
     known_s = math.fsum(op.time_s for op in graph.ops if op.name in times_s)
     scale = math.fsum(times_s.values()) / known_s if known_s > 0 else 1.0
     ops = tuple(replace(op, time_s=times_s.get(op.name, op.time_s * scale), host_s=op.host_s * host_scale) for op in graph.ops)
-    provenance = {**graph.provenance, "times": "measured in training steps"}
+    provenance = graph.provenance.record(times=Times.IN_STEPS)
     return replace(graph, ops=ops, provenance=provenance, around_s=around_s)
 
 

@@ -25,12 +25,13 @@ from planner.capture.options.additions import get_value
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.graphs.errors import PlannerError, first_line
 from planner.graphs.ir import Kind, Op, Tensor
+from planner.graphs.provenance import Times
 from planner.graphs.requests import MemoryRequest
 from planner.graphs.short_tracebacks import warn_caller
 from planner.measure.isolated_op import IsolatedOp, OpFunction
-from planner.measure.kernel_settings import SETTINGS, collect_kernel_settings, format_settings
+from planner.measure.kernel_settings import collect_kernel_settings, format_settings
 from planner.measure.roofline import model_composed, model_node
-from planner.measure.sizes import ALLOCATED, replace_ops_and_tensors
+from planner.measure.sizes import replace_ops_and_tensors
 from planner.measure.synthetic_inputs import TensorSpec, is_taken_whole
 from planner.measure.timing import compute_typical, time_call
 from planner.measure.unrepeatable_ops import (
@@ -52,7 +53,7 @@ from planner.runtime.allocator import (
     record_cpu_segments,
     record_cuda_requests,
 )
-from planner.settings.devices import CONTEXT_BYTES, DEVICES, DeviceSpec, find_device, get_device
+from planner.settings.devices import DEVICES, DeviceSpec, find_device, get_device
 from planner.torch_private.core import FakeTensor, disable_current_modes, no_python_dispatcher, profiler_enabled
 
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -456,21 +457,20 @@ def _set_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.devi
         for t, spec in zip(op.outputs, cost.outputs, strict=True):
             if graph.tensors[t].producers[0] == op.id:
                 tensors[t] = _set_allocated_size(tensors[t], spec, device)
-    provenance = {
-        **graph.provenance,
-        "times": "measured",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        SETTINGS: format_settings(collect_kernel_settings(device)),
-        "passes": passes,
-        "torch": torch.__version__,
-    }
+    provenance = graph.provenance.record(
+        times=Times.MEASURED,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        threads=torch.get_num_threads(),
+        settings=format_settings(collect_kernel_settings(device)),
+        passes=passes,
+        torch=torch.__version__,
+    )
     if device.type == "cuda":
-        provenance[CONTEXT_BYTES] = measure_cuda_context_bytes(device)
+        provenance = provenance.record(context_bytes=measure_cuda_context_bytes(device))
     changed = (t for t, before in zip(tensors, graph.tensors, strict=True) if t.size_bytes != before.size_bytes)
     differing = [[t.id, t.size_bytes] for t in changed]
     if differing:
-        provenance[ALLOCATED] = [*provenance.get(ALLOCATED, ()), *differing]  # type: ignore[misc]
+        provenance = provenance.record(allocated_bytes=[*map(list, provenance.allocated_bytes), *differing])
     return replace_ops_and_tensors(replace(capture, graph=replace(graph, provenance=provenance)), ops, tensors)
 
 

@@ -13,6 +13,7 @@ from planner.capture.options.traced import measure_uses
 from planner.capture.program.program import Composed, Repeated
 from planner.capture.rewrites.outputs import list_tensors
 from planner.graphs.ir import Graph
+from planner.graphs.provenance import Times
 from planner.settings.devices import DeviceSpec, model_op_time_s, model_workspace_bytes
 from planner.torch_private.core import StorageWeakRef, TorchDispatchMode
 
@@ -37,7 +38,7 @@ def model_times(capture: Capture, device: DeviceSpec) -> Graph:
             continue
         time_s, bytes_ = model_node(node, device)
         ops.append(replace(op, time_s=time_s, workspace_bytes=bytes_))
-    provenance = {**capture.graph.provenance, "times": "modelled", "device": device.name, "torch": torch.__version__}
+    provenance = capture.graph.provenance.record(times=Times.MODELLED, device=device.name, torch=torch.__version__)
     graph = Graph(tuple(ops), capture.graph.tensors, capture.graph.kept, provenance)
     return measure_uses(replace(capture, graph=graph), None)
 

@@ -15,7 +15,6 @@ from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.workload.models import Workload
 from planner.graphs.errors import UsageError, quote
-from planner.graphs.optimizers import get_traced_optimizer
 from planner.graphs.options import extract_eager_program
 from planner.graphs.options.option import Feature
 from planner.graphs.pools import HOST
@@ -240,11 +239,7 @@ def _capture_again(plan: Plan, workload: Workload, stages: Stages) -> Capture:
     """Return the step as it was when `plan` was made."""
     provenance = plan.graph.provenance
     with stages.run_stage(Stage.CAPTURE):
-        settings = PlanSettings(
-            optimizer=get_traced_optimizer(provenance),
-            accumulate=bool(provenance.get("accumulate", False)),
-            name=str(provenance.get("model", "")),
-        )
+        settings = PlanSettings(optimizer=provenance.optimizer, accumulate=provenance.accumulate, name=provenance.model)
         captured = capture_step(workload, settings)
     return restore_recorded(captured, provenance, read_recorded_options(plan.settings))
 

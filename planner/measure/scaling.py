@@ -69,8 +69,9 @@ class GraphFit:
             replace(op, workspace_bytes=int(workspace), time_s=float(time_s), overwrites=pairs, requests=())
             for op, workspace, time_s, pairs in zip(first.ops, workspaces, times, self._overwrites, strict=True)
         )
-        made = {"fitted_at_sizes": [list(known) for known in self.graphs], "fitted_to_sizes": list(sizes)}
-        return Graph(ops, tensors, first.kept, {**first.provenance, **made})
+        fitted_at = [list(known) for known in self.graphs]
+        provenance = first.provenance.record(fitted_at_sizes=fitted_at, fitted_to_sizes=list(sizes))
+        return Graph(ops, tensors, first.kept, provenance)
 
     def _compute_powers(self, sizes: Sequence[Sizes]) -> Floats:
         """Return the products of powers for each of `sizes`, relative to the first sizes: numbers near 1 lose no bytes."""

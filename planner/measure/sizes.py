@@ -1,7 +1,7 @@
 """Sizes of tensors: computed from their shapes, and as kernels allocate them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,9 +9,7 @@ import torch
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.graphs.ir import Op, Tensor
-
-# Key in the provenance of a graph: [id, bytes] of each tensor whose kernel allocates another size than its shape needs.
-ALLOCATED = "allocated_bytes"
+from planner.graphs.provenance import Provenance
 
 
 def set_dense_sizes(capture: Capture) -> Capture:
@@ -27,12 +25,9 @@ def set_dense_sizes(capture: Capture) -> Capture:
     return replace_ops_and_tensors(capture, capture.graph.ops, tensors)
 
 
-def set_recorded_sizes(capture: Capture, provenance: Mapping[str, object]) -> Capture:
+def set_recorded_sizes(capture: Capture, provenance: Provenance) -> Capture:
     """Return `capture` with the allocated sizes that a profile of the same step recorded in `provenance`."""
-    recorded = provenance.get(ALLOCATED, ())
-    assert isinstance(recorded, list | tuple)
-    sizes, count = dict(recorded), len(capture.graph.tensors)
-    sizes = {t: size_bytes for t, size_bytes in sizes.items() if t < count}
+    sizes = dict(provenance.allocated_bytes)
     tensors = [replace(t, size_bytes=sizes.get(t.id, t.size_bytes)) for t in capture.graph.tensors]
     return replace_ops_and_tensors(capture, capture.graph.ops, tensors)
 

@@ -1,6 +1,6 @@
 """Tracing of a model's training step to a graph, with measured or modelled ops."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture, capture_kernels
 from planner.capture.workload.models import Workload
 from planner.graphs.ir import Graph
+from planner.graphs.provenance import Provenance
 from planner.graphs.short_tracebacks import shorten_traceback
 from planner.measure.device_profile import profile_other_devices as measured_devices
 from planner.measure.exactness import mark_exact_ops, needs_comparison
@@ -183,7 +184,7 @@ def profile_capture(
     if settings.other_devices:
         recorded[DEVICES_KEY] = encode_devices(measured_devices(captured, static, settings.other_devices, passes=passes))
     release_unused(static[0].device)
-    graph = replace(captured.graph, provenance={**captured.graph.provenance, **recorded})
+    graph = replace(captured.graph, provenance=captured.graph.provenance.record(**recorded))
     return remove_useless_ops(replace(captured, graph=graph))
 
 
@@ -198,7 +199,7 @@ def _compare_options(captured: Capture, step: TrainingStep, batch: Batch) -> Cap
     return replace(captured, graph=measure_uses(captured, real))
 
 
-def restore_recorded(captured: Capture, provenance: Mapping[str, object], options: Sequence[str]) -> Capture:
+def restore_recorded(captured: Capture, provenance: Provenance, options: Sequence[str]) -> Capture:
     """Return `captured` as the step that a plan with this provenance was made for: nothing is executed."""
     captured = mark_recorded_ops(set_recorded_sizes(captured, provenance), provenance)
     prepare_for_tight_memory(captured.graph, torch.device(captured.graph.device))

@@ -4,7 +4,7 @@ PyTorch's own random ops have the tag ``nondeterministic_seeded``. A custom oper
 PyTorch's generators, NumPy's, Python's, or its own. Executing it twice finds that out.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,11 +14,9 @@ from planner.capture.frontend.random_states import RandomStates
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
 from planner.graphs.ir import Op
+from planner.graphs.provenance import Provenance
 from planner.graphs.short_tracebacks import warn_caller
 from planner.torch_private.core import OpOverload
-
-# Key in the provenance of a graph: ids of the ops that are executed once for this reason.
-UNREPEATABLE = "unrepeatable_ops"
 
 
 def is_custom(capture: Capture, op: Op) -> bool:
@@ -45,15 +43,13 @@ def mark_executed_once(capture: Capture, ops: Collection[int]) -> Capture:
         return capture
     graph = capture.graph
     marked = tuple(replace(op, recomputable=False, random=True) if op.id in ops else op for op in graph.ops)
-    provenance = {**graph.provenance, UNREPEATABLE: sorted(ops)}
+    provenance = graph.provenance.record(unrepeatable_ops=sorted(ops))
     return replace(capture, graph=replace(graph, ops=marked, provenance=provenance))
 
 
-def mark_recorded_ops(capture: Capture, provenance: Mapping[str, object]) -> Capture:
+def mark_recorded_ops(capture: Capture, provenance: Provenance) -> Capture:
     """Return `capture` with those ops marked as executed once that a profile of the same step recorded in `provenance`."""
-    recorded = provenance.get(UNREPEATABLE, ())
-    assert isinstance(recorded, list | tuple)
-    return mark_executed_once(capture, frozenset(recorded))
+    return mark_executed_once(capture, frozenset(provenance.unrepeatable_ops))
 
 
 def mark_custom_ops(capture: Capture) -> Capture:

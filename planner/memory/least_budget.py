@@ -12,7 +12,6 @@ from typing import TypeVar, cast
 from planner.graphs.errors import ScheduleError
 from planner.graphs.ir import Graph
 from planner.graphs.options import extract_eager_program
-from planner.graphs.options.selection import TRACED
 from planner.graphs.reordering import Reordering, keep_program_order, permute
 from planner.graphs.schedule import Schedule
 from planner.graphs.simulate import simulate
@@ -102,7 +101,7 @@ def find_least_budget(
 
 def _identify(graph: Graph) -> Hashable:
     """Return a key of all that a least budget depends on."""
-    origin = {key: value for key, value in graph.provenance.items() if key != TRACED}  # the ops say which options there are
+    origin = dict(graph.provenance.remove("options"))  # the ops say which options there are
     return graph.ops, graph.tensors, graph.kept, graph.pools, graph.limits, repr(origin)
 
 

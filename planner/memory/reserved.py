@@ -29,7 +29,7 @@ from planner.graphs.allocators.training import (
     usage_of,
 )
 from planner.graphs.ir import Graph, Kind
-from planner.graphs.optimizers import get_optimizer_memory, get_traced_optimizer
+from planner.graphs.optimizers import get_optimizer_memory
 from planner.graphs.options import extract_eager_program
 from planner.graphs.options.option import Feature
 from planner.graphs.pools import DEVICE
@@ -40,7 +40,7 @@ from planner.memory.arena_rules import bound_slab_bytes, plan_device_arena
 from planner.memory.reserved_prediction import Reserved
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.devices import CONTEXT_BYTES, USUAL_CONTEXT_BYTES, find_device
+from planner.settings.devices import USUAL_CONTEXT_BYTES, find_device
 from planner.solvers.order.peak import keep_everything_peak_bytes
 
 # parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp: :4096:2:16:8, and 32 MiB on Hopper.
@@ -90,8 +90,7 @@ def get_context_bytes(graph: Graph) -> int:
     """Return the bytes of CUDA's context: as measured when `graph` was traced, else those usual for its device; 0 on the CPU."""
     if not is_on_cuda(graph):
         return 0
-    measured = graph.provenance.get(CONTEXT_BYTES)
-    if isinstance(measured, int):
+    if (measured := graph.provenance.context_bytes) is not None:
         return measured
     device = find_device(graph.device)
     return USUAL_CONTEXT_BYTES if device is None else device.context_bytes
@@ -158,7 +157,7 @@ class Beside:
 def predict_beside(graph: Graph, memory: CountedMemory) -> Beside:
     """Return the memory that a budget of `memory` must have for the step of `graph` whatever the plan."""
     library_bytes, parameters = sum(_list_libraries(graph)), graph.static_bytes_by_kind.get(Kind.PARAMETER, 0)
-    temporaries = get_optimizer_memory(get_traced_optimizer(graph.provenance)).list_temporary_sizes([parameters])
+    temporaries = get_optimizer_memory(graph.provenance.optimizer).list_temporary_sizes([parameters])
     kept_bytes = sum(graph.tensors[t].size_bytes for t in graph.kept if graph.tensors[t].pool == DEVICE)
     in_use_bytes = graph.static_bytes + kept_bytes + sum(temporaries) + library_bytes
     return Beside(library_bytes, _get_counted_context_bytes(graph, memory), in_use_bytes)

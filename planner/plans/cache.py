@@ -15,9 +15,6 @@ from planner.plans.document import write_plan
 from planner.plans.plan import Plan, read_plan
 from planner.settings.budget import Budget, Overhead
 
-# In a plan's provenance: the peak in bytes that shares refer to, if it is not that of its own graph.
-SHARES_OF = "shares_of_bytes"
-
 
 class PlanCache:
     """One JSON file per plan. Several processes may share the folder: files are replaced atomically.
@@ -82,9 +79,10 @@ def _check_budget(plan: Plan, budget: Budget) -> None:
             f"its measured peak here is {format_bytes(plan.measured_peak_bytes)}, over its budget of "
             f"{format_bytes(plan.budget_bytes)}"
         )
-    whole_bytes = plan.graph.provenance.get(SHARES_OF, plan.eager_bytes)
-    if type(whole_bytes) is not int or whole_bytes < plan.graph.static_bytes:
-        raise FormatError(f"its budget is a share of {whole_bytes!r} B, which is no peak of this step")
+    recorded_bytes = plan.graph.provenance.shares_of_bytes
+    whole_bytes = plan.eager_bytes if recorded_bytes is None else recorded_bytes
+    if whole_bytes < plan.graph.static_bytes:
+        raise FormatError(f"its budget is a share of {whole_bytes} B, which is no peak of this step")
     if isinstance(budget, Overhead):
         return  # its budget was found, and its file is named after the requested overhead
     asked_bytes = budget.resolve(whole_bytes)

@@ -8,8 +8,7 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from planner.graphs.errors import FormatError, MismatchError
-from planner.graphs.io.documents import (
+from planner.graphs.documents import (
     PLAN_FORMAT,
     VERSION,
     Natural,
@@ -22,7 +21,9 @@ from planner.graphs.io.documents import (
     list_fields,
     refuse,
 )
+from planner.graphs.errors import FormatError, MismatchError
 from planner.graphs.io.files import format_json, write_text
+from planner.graphs.provenance import Provenance
 from planner.graphs.schedule import Compute, Free, Schedule, Step
 from planner.memory.reserved_prediction import Reserved
 from planner.plans.eager import Difference, DifferingOp, EagerComparison
@@ -156,7 +157,8 @@ def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Pla
     """
     check_header(data, PLAN_FORMAT, source)
     read = convert_document(data, _PlanDocument, source)
-    provenance = convert_to_json_object(read.graph.provenance, f"{source}: graph.provenance")
+    recorded = convert_to_json_object(read.graph.provenance, f"{source}: graph.provenance")
+    provenance = Provenance.of(recorded, source, "graph.provenance")
     if read.peak_bytes > read.budget_bytes:
         refuse(source, "peak_bytes", read.peak_bytes, f"within budget_bytes, {read.budget_bytes}")
     if read.memory is not CountedMemory.ALLOCATED:

@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.graphs.documents import PLAN_FORMAT
 from planner.graphs.errors import PlannerError
-from planner.graphs.io.documents import PLAN_FORMAT
 from planner.graphs.io.files import check_writable, is_replaced, read_object
 from planner.graphs.io.formats import read_graph, summable, write_graph
 from planner.graphs.io.graph_document import build_from_dict

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from planner.graphs.ir import Graph
+from planner.graphs.provenance import Provenance, Times
 from planner.graphs.schedule import Schedule
 from planner.graphs.units import format_bytes, format_ratio, format_seconds
 from planner.memory.reserved_prediction import Reserved
@@ -19,8 +20,12 @@ _ENDINGS = {
     Ending.MEMORY: "its programs reached the limit on memory (most_bytes in BoundParams): a higher one may lower the gap",
 }
 _HOST_SHARE = 0.01  # of the kernels' time: what the host may add to a step that is not called host-bound
-# By ``Graph.provenance``: where the times of ops come from.
-_COSTS = {"measured": "for the costs measured alone", "modelled": "for modelled costs"}
+_COSTS = {
+    None: "",
+    Times.MEASURED: " for the costs measured alone",
+    Times.IN_STEPS: " for the costs measured in training steps",
+    Times.MODELLED: " for modelled costs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class GraphSummary:
     static_bytes: int
     keep_everything_peak_bytes: int
     time_s: float
-    provenance: Mapping[str, object] = field(default_factory=dict)
+    provenance: Provenance = field(default_factory=Provenance)
     optional_ops: int = 0
     optional_tensors: int = 0
     step_s: float | None = None
@@ -212,15 +217,12 @@ class PlanRecord:
         """The gap, and the costs that it holds for, in words."""
         if self.gap is None:
             return "gap unknown"
-        times = str(self.graph.provenance.get("times", ""))
-        return f"gap {format_ratio(self.gap)}" + (f" {_COSTS.get(times, f'for the costs {times}')}" if times else "")
+        return f"gap {format_ratio(self.gap)}{_COSTS[self.graph.provenance.times]}"
 
     def _format_kernels(self) -> str:
         """Return the variant of Inductor's kernels and the time of their compilation as text; "" for kernels of eager PyTorch."""
         found = self.graph.provenance
-        if "variant" not in found:
-            return ""
-        return f"Inductor's kernels ({found['variant']}), compiled in {found.get('compile_seconds')} s"
+        return f"Inductor's kernels ({found.variant}), compiled in {found.compile_seconds} s" if found.variant else ""
 
     @property
     def reserved_bytes(self) -> int | None:

@@ -157,7 +157,7 @@ class Executor:
     @property
     def accumulates(self) -> bool:
         """True if gradients are added to those of earlier steps."""
-        return bool(self.graph.provenance.get("accumulate"))
+        return self.graph.provenance.accumulate
 
     def _divide_inputs(self, copied: Collection[int], *, compiled: bool) -> None:
         """Divide the inputs that the backward pass reads by how a write to them in between is noticed."""

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 
 USUAL_CONTEXT_BYTES = 800 * 10**6  # measured on an H100, with the kernels that training loads
-CONTEXT_BYTES = "context_bytes"  # of a graph's provenance: as measured on the device where it was traced
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Options of a graph as users choose them, with the link and the host memory for transfers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -13,6 +13,7 @@ from planner.graphs.ir import Graph
 from planner.graphs.options.option import Need
 from planner.graphs.options.selection import list_exact_ops
 from planner.graphs.options.surroundings import Link, OtherDevice, Surroundings
+from planner.graphs.provenance import Provenance
 from planner.graphs.units import format_seconds, parse_budget, parse_rate
 from planner.settings.link import format_rate, get_measured_link, get_published_link
 from planner.settings.other_devices import DEVICES_KEY, decode_devices, encode_devices
@@ -142,12 +143,12 @@ class OptionSettings:
             return said
         return {**said, "link": self.link(graph.provenance).recorded, "host_budget_bytes": self.host_bytes}
 
-    def _select_devices(self, provenance: Mapping[str, object]) -> tuple[OtherDevice, ...]:
+    def _select_devices(self, provenance: Provenance) -> tuple[OtherDevice, ...]:
         """Return the devices for ops among those that a graph of this provenance was traced with."""
         known = decode_devices(provenance) if self.places else ()
         return tuple(device.exactly for device in known) if self.exact else known
 
-    def link(self, provenance: Mapping[str, object]) -> KnownLink:
+    def link(self, provenance: Provenance) -> KnownLink:
         """Return the link to plan with, for a graph of this provenance.
 
         Raises:
@@ -157,7 +158,7 @@ class OptionSettings:
             return KnownLink(Link.even(self.link_bytes_per_s), LinkSource.GIVEN)
         if (measured := get_measured_link(provenance)) is not None:
             return KnownLink(measured.link, LinkSource.MEASURED)
-        if (published := get_published_link(str(provenance.get("device", "")))) is not None:
+        if (published := get_published_link(provenance.device)) is not None:
             return KnownLink(published, LinkSource.PUBLISHED)
         return KnownLink(Link.even(parse_rate(LINK)), LinkSource.DEFAULT)
 

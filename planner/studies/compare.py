@@ -144,7 +144,7 @@ class SolveRow:
         return json.dumps(settings) if settings else ""
 
     def _format_versions(self, solver: Mapping[str, str]) -> str:
-        traced = {"torch": str(self.graph.provenance["torch"])} if "torch" in self.graph.provenance else {}
+        traced = {"torch": torch} if (torch := self.graph.provenance.torch) else {}
         versions = {"remat-planner": version("remat-planner"), **solver, **traced}
         return ", ".join(f"{name} {number}" for name, number in versions.items())
 

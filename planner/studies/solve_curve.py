@@ -129,7 +129,7 @@ def _solve_curve(
         least,
         finished,
         order.changed,
-        name=str(graph.provenance.get("model", "")),
+        name=graph.provenance.model,
         seconds=clock.seconds,
     )
 

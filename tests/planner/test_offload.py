@@ -14,6 +14,7 @@ from planner.graphs.io.formats import write_graph
 from planner.graphs.ir import Graph
 from planner.graphs.options.surroundings import Link, Surroundings
 from planner.graphs.pools import HOST
+from planner.graphs.provenance import Provenance
 from planner.graphs.synthetic.random_graphs import draw_training_step
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
@@ -126,20 +127,20 @@ def test_facts_have_the_least_budget_with_and_without(step: Graph) -> None:
 def test_defaults_are_half_of_the_free_memory_and_a_modest_link() -> None:
     options = build_option_settings(["offload"])
     assert options.host_bytes == pytest.approx(psutil.virtual_memory().available / 2, rel=0.1)
-    assert options.link({}) == KnownLink(Link.even(25e9), LinkSource.DEFAULT) and LINK == "25GB/s"
+    assert options.link(Provenance()) == KnownLink(Link.even(25e9), LinkSource.DEFAULT) and LINK == "25GB/s"
     assert build_option_settings([]) == RECOMPUTATION and not RECOMPUTATION.as_json
 
 
 def test_given_link_precedes_measured_and_published_links() -> None:
     rates = LinkRates(20e9, 30e9, 19e9)
     measured = LinkProfile(rates, rates, 2e-5)
-    there: dict[str, object] = {"device": "NVIDIA H100 80GB HBM3", MEASURED_LINK: measured.recorded}
+    there = Provenance.of({"device": "NVIDIA H100 80GB HBM3", MEASURED_LINK: measured.recorded})
     given, found = build_option_settings(["offload"], "50GB/s"), build_option_settings(["offload"])
     assert given.link(there) == KnownLink(Link.even(50e9), LinkSource.GIVEN)
     assert found.link(there) == KnownLink(Link(20e9, 30e9, 2e-5), LinkSource.MEASURED)
-    del there[MEASURED_LINK]
+    there = there.remove(MEASURED_LINK)
     assert found.link(there) == KnownLink(Link.even(25.6e9, 1e-5), LinkSource.PUBLISHED)
-    assert found.link({"device": "a card of tomorrow"}).source is LinkSource.DEFAULT
+    assert found.link(Provenance.of({"device": "a card of tomorrow"})).source is LinkSource.DEFAULT
 
 
 def test_the_link_of_a_graph_is_used_said_and_checked(step: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from planner.capture.rewrites.outputs import check_outputs, choose_memory_format
 from planner.capture.signature import Signature
 from planner.graphs.errors import TraceError
 from planner.graphs.ir import Kind, Op, Phase, Tensor
+from planner.graphs.provenance import Provenance
 from planner.torch_private import capture as private
 
 
@@ -29,7 +30,7 @@ def lower_step(
     signature: Signature,
     *,
     generator: torch.Generator,
-    provenance: Mapping[str, object],
+    provenance: Provenance,
 ) -> Capture:
     """Return a whole step as ops, each one or several launches of kernels.
 
@@ -60,7 +61,7 @@ def lower_graph(
     forward, saved = lowering.read_forward()
     backward = lowering.read_backward(saved)
     returned = [value for desc, value in forward if not isinstance(desc, private.SavedForBackwardsAOTOutput)]
-    return lowering.finish(returned, [(-1, value) for _, _, value in backward], signature, {})
+    return lowering.finish(returned, [(-1, value) for _, _, value in backward], signature, Provenance())
 
 
 class _KernelLowering:
@@ -123,7 +124,7 @@ class _KernelLowering:
         returned: Sequence[Argument],
         gradients: Sequence[tuple[int, Argument]],
         signature: Signature,
-        provenance: Mapping[str, object],
+        provenance: Provenance,
     ) -> Capture:
         """Return the captured graph and program; `gradients` as in ``Program``, with numbers of values."""
         groups = group_launches(self.wrapper.launches, self.static)

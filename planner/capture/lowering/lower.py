@@ -41,6 +41,7 @@ from planner.capture.signature import Signature
 from planner.capture.source_lines import format_module_path, format_node
 from planner.graphs.errors import TraceError
 from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
+from planner.graphs.provenance import Provenance
 from planner.torch_private.capture import GradAOTOutput, TangentAOTInput
 from planner.torch_private.core import OpOverload, with_effects
 
@@ -77,7 +78,7 @@ def lower(
     signature: Signature,
     *,
     generator: torch.Generator,
-    provenance: Mapping[str, object],
+    provenance: Provenance,
     forward_outputs: int | None = None,
 ) -> Capture:
     """Lower a joint graph whose outputs are explicit (``fix_outputs``).
@@ -117,7 +118,7 @@ class _GraphLowering:
         self.made_once: set[int] = set()
         self.numbers: set[fx.Node] = set()
 
-    def run(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
+    def run(self, provenance: Provenance) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
         boundary = find_first_backward(self.graph)
         # Before the first op: whether an op may be recomputed depends on writes that come after it.
         self.written = self.statics.find_in_memory_of(
@@ -137,7 +138,7 @@ class _GraphLowering:
                 raise TraceError(f"node {node.name!r} is a {node.op}, which a static graph cannot hold")
         return self._finish(provenance)
 
-    def _finish(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
+    def _finish(self, provenance: Provenance) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
         (loss, *extras), gradients = self._lower_outputs(list_outputs(self.graph))
         program = Program(
             calls=tuple(
@@ -344,7 +345,7 @@ def _separate(nodes: Sequence[object], values: Sequence[Argument]) -> list[Argum
     return results
 
 
-def build_graph(ops: Sequence[Op], tensors: Sequence[Tensor], program: Program, provenance: Mapping[str, object]) -> Graph:
+def build_graph(ops: Sequence[Op], tensors: Sequence[Tensor], program: Program, provenance: Provenance) -> Graph:
     """Return the graph of `ops`, which keeps what `program` returns."""
     kinds = {t: Kind.GRADIENT for _, value in program.gradients for t in read_by(value)}
     kinds |= {t: Kind.OUTPUT for value in (program.loss, *program.extras) for t in read_by(value)}

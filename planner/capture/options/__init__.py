@@ -20,7 +20,7 @@ from planner.graphs.options.gather import OVERLAP
 from planner.graphs.options.offload import OFFLOAD
 from planner.graphs.options.option import GraphOption, Need, Option
 from planner.graphs.options.placement import PLACEMENT
-from planner.graphs.options.selection import keep_traced, keep_traced_ops, list_traced_options
+from planner.graphs.options.selection import keep_traced, keep_traced_ops
 from planner.graphs.options.surroundings import Surroundings
 from planner.graphs.schedule import Schedule
 
@@ -91,7 +91,7 @@ def list_options_for_any_step() -> tuple[str, ...]:
 
 def list_options_to_try(graph: Graph) -> tuple[str, ...]:
     """Return the options to give advice on: those for any graph with transfers, and those that `graph` was traced with."""
-    return (*list_needing(Need.LINK), *(get_option(name).to_try for name in list_traced_options(graph)))
+    return (*list_needing(Need.LINK), *(get_option(name).to_try for name in graph.provenance.options))
 
 
 def check_names(**given: object) -> None:
@@ -154,7 +154,7 @@ def apply_options(
         GraphError: it cannot be added to this graph.
     """
     check_complete(names)
-    if missing := [name for name in list_step_option_names(names) if name not in list_traced_options(graph)]:
+    if missing := [name for name in list_step_option_names(names) if name not in graph.provenance.options]:
         raise UsageError(
             f"the graph was traced without the option {missing[0]!r}, which is found in the step itself: trace it with "
             f"--options {','.join(missing)} (planner.trace(..., options={missing}))"
@@ -175,7 +175,7 @@ def apply_options(
 
 def restrict_to(graph: Graph, names: Collection[str]) -> Graph:
     """Return `graph` with the options `names` only, out of those that it was traced with."""
-    for name in list_traced_options(graph):
+    for name in graph.provenance.options:
         if name not in names and name in OPTIONS:
             graph = OPTIONS[name].restored(graph)
     return keep_traced(graph, names)

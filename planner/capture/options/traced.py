@@ -1,6 +1,6 @@
 """Application of options that are found in a captured step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.capture.lowering.lower import Capture
@@ -8,18 +8,19 @@ from planner.capture.options import check_options, step_options
 from planner.capture.replay import RealStep
 from planner.graphs.errors import UsageError
 from planner.graphs.ir import Graph
-from planner.graphs.options.selection import LEFT_OUT, TRACED, get_option_name, list_traced_options, remove_ops
+from planner.graphs.options.selection import get_option_name, remove_ops
+from planner.graphs.provenance import Provenance
 
 
 def needs_measuring(capture: Capture) -> bool:
     """Return True if an optional op of `capture` uses a limited resource whose use is to be measured."""
-    measuring = {option.name for option in step_options(list_traced_options(capture.graph)) if option.measure is not None}
+    measuring = {option.name for option in step_options(capture.graph.provenance.options) if option.measure is not None}
     return any(op.optional and get_option_name(op) in measuring for op in capture.graph.ops)
 
 
 def measure_uses(capture: Capture, real: RealStep | None) -> Graph:
     """Return the graph of `capture` with its optional ops' uses of limited resources, measured on `real`, else modelled."""
-    for option in step_options(list_traced_options(capture.graph)):
+    for option in step_options(capture.graph.provenance.options):
         if option.measure is not None:
             capture = replace(capture, graph=option.measure(capture, real))
     return capture.graph
@@ -51,23 +52,20 @@ def add_traced(capture: Capture, names: Sequence[str]) -> Capture:
             raise UsageError(reason)
     for option in wanted:
         capture = option.apply(capture)
-    provenance = {**capture.graph.provenance, TRACED: [option.name for option in wanted]}
+    provenance = capture.graph.provenance.record(options=[option.name for option in wanted])
     return replace(capture, graph=replace(capture.graph, provenance=provenance))
 
 
 def remove_useless_ops(capture: Capture) -> Capture:
     """Return `capture`, whose times are known, without useless ops; their names become part of the provenance."""
-    dropped = {op for option in step_options(list_traced_options(capture.graph)) for op in option.useless_ops(capture)}
+    dropped = {op for option in step_options(capture.graph.provenance.options) for op in option.useless_ops(capture)}
     if not dropped:
         return capture
     names = sorted(capture.graph.ops[op].name for op in dropped)
     left = remove_ops(capture.graph, lambda op: op.id in dropped)
-    provenance = {**left.provenance, LEFT_OUT: names}
-    return replace_graph(capture, replace(left, provenance=provenance))
+    return replace_graph(capture, replace(left, provenance=left.provenance.record(left_out=names)))
 
 
-def restrict_to_recorded(capture: Capture, provenance: Mapping[str, object]) -> Capture:
+def restrict_to_recorded(capture: Capture, provenance: Provenance) -> Capture:
     """Return `capture` without the ops that were left out of the graph of `provenance`: the same step with known times."""
-    names = provenance.get(LEFT_OUT, ())
-    assert isinstance(names, list | tuple)
-    return replace_graph(capture, remove_ops(capture.graph, lambda op: op.name in names))
+    return replace_graph(capture, remove_ops(capture.graph, lambda op: op.name in provenance.left_out))

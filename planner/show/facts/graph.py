@@ -9,7 +9,7 @@ from planner.graphs.ir import Graph, Op, Phase, Tensor
 from planner.graphs.options import extract_eager_program
 from planner.graphs.options.offload import OFFLOAD, remove_offload
 from planner.graphs.options.placement import PLACEMENT, find_movable, remove_placement
-from planner.graphs.options.selection import keep_traced_ops, list_exact_ops, list_traced_options
+from planner.graphs.options.selection import keep_traced_ops, list_exact_ops
 from planner.graphs.options.surroundings import Link, OtherDevice, Surroundings
 from planner.graphs.simulate import simulate
 from planner.memory.least_budget import LeastBudget, find_least_budget
@@ -162,7 +162,7 @@ def collect_graph_facts(graph: Graph, *, exact: bool = False, time_limit_s: floa
     reserved_offloading = find_least(whole, CountedMemory.RESERVED) if is_on_cuda(graph) else None
     traced = {
         name: _collect_option_facts(restrict_to(remove_placement(remove_offload(offered)[0]), (name,)), find_least)
-        for name in list_traced_options(offered)
+        for name in offered.provenance.options
     }
     placement = {device.name: _collect_device_facts(graph, device, find_least) for device in devices}
     ops = sorted((_collect_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 from planner.capture.options import needs
 from planner.graphs.escape import escape_text
 from planner.graphs.ir import Op
-from planner.graphs.options.selection import LEFT_OUT
+from planner.graphs.optimizers import MeasuredOptimizer
 from planner.graphs.pools import HOST, Pool
+from planner.graphs.provenance import Provenance
 from planner.graphs.units import format_bytes, format_ratio, format_seconds
 from planner.plans.eager import describe_slower
 from planner.plans.plan import Plan
+from planner.plans.record import GraphSummary
 from planner.plans.select_attributes import select_attributes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.link import MEASURED_LINK, get_measured_link
@@ -57,7 +59,7 @@ def plan_data(plan: Plan) -> dict[str, object]:
         "pool_peaks_bytes": dict(plan.pool_peaks_bytes),
         "differs": list(plan.differs),
         "gradient_error": plan.gradient_error,
-        "graph": build_summary_data(asdict(plan.graph)),
+        "graph": build_summary_data(plan.graph),
     }
 
 
@@ -240,27 +242,28 @@ def _bound_of(plan: Plan) -> str:
     return f"no schedule that fits, and takes {taken}{order}, is faster"
 
 
-def build_summary_data(summary: dict[str, object]) -> dict[str, object]:
+def build_summary_data(summary: GraphSummary) -> dict[str, object]:
     """Return the summary of a graph with its provenance last."""
-    provenance = summary.pop("provenance")
-    return {**summary, "provenance": provenance}
+    data = asdict(summary)
+    del data["provenance"]
+    return {**data, "provenance": dict(summary.provenance)}
 
 
-def list_provenance(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
+def list_provenance(provenance: Provenance) -> list[tuple[str, str]]:
     """Return the provenance of a graph as names and values; raise a MismatchError if the link to the host in it is impossible."""
     return [(escape_text(name), escape_text(_format_provenance(provenance, name))) for name in provenance]
 
 
-def _format_provenance(provenance: Mapping[str, object], name: str) -> str:
+def _format_provenance(provenance: Provenance, name: str) -> str:
     value = provenance[name]
     if name == MEASURED_LINK:
         return str(get_measured_link(provenance))
-    if name == "optimizer" and isinstance(value, Mapping):
-        return str(value.get("name"))
+    if name == "optimizer" and isinstance(measured := provenance.optimizer, MeasuredOptimizer):
+        return measured.name
     if name == DEVICES_KEY:
         return "; ".join(map(str, decode_devices(provenance)))
-    if name == LEFT_OUT and isinstance(value, list | tuple):
-        return f"{len(value)} optional ops that are neither faster nor smaller"
+    if name == "left_out":
+        return f"{len(provenance.left_out)} optional ops that are neither faster nor smaller"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 

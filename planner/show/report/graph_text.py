@@ -16,7 +16,8 @@ _ORDER = "in the orders of the ops that a solve takes"
 def build_graph_data(facts: GraphFacts) -> dict[str, object]:
     """Return the facts about a graph as plain data."""
     data = asdict(facts)
-    return {"holds": "graph", **build_summary_data(data.pop("summary")), **data}
+    del data["summary"]
+    return {"holds": "graph", **build_summary_data(facts.summary), **data}
 
 
 def describe_graph(facts: GraphFacts) -> str:

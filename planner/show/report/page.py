@@ -17,6 +17,7 @@ from planner.graphs.errors import UsageError
 from planner.graphs.escape import escape_text
 from planner.graphs.io.files import check_writable, write_text
 from planner.graphs.pools import COMPUTE
+from planner.graphs.provenance import Times
 from planner.graphs.units import format_bytes, format_ratio, format_seconds
 from planner.plans.eager import EagerComparison
 from planner.show.facts.addresses import compute_reserved_addresses
@@ -79,7 +80,7 @@ def render_page(facts: StepFacts, curve: Sequence["CurveRow"] = ()) -> str:
     longest = sorted(sorted(bursts, key=lambda burst: -burst.time_s)[:_LISTED], key=lambda burst: burst.start_s)
     # Names come from files: they are escaped for HTML, and control characters are made visible.
     made = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True, finalize=_format_value)
-    model = escape_text(graph.provenance.get("model", "a model"))
+    model = escape_text(graph.provenance.model or "a model")
     values = {
         "style": Markup(_read_resource("page.css")),
         "model": model,
@@ -91,7 +92,7 @@ def render_page(facts: StepFacts, curve: Sequence["CurveRow"] = ()) -> str:
         "other_streams": others,
         "proof": _format_proof(plan.gap),
         "facts": [*_list_tiles(timeline), *((name, value, "") for name, value in others.facts)],
-        "modelled_for": escape_text(graph.provenance.get("device", "a device")) if _is_modelled(timeline) else "",
+        "modelled_for": escape_text(graph.device or "a device") if _is_modelled(timeline) else "",
         "names": [root.name for root in drawn.document.roots],
         "keys": drawn.keys,
         "pools": drawn.pools,
@@ -146,7 +147,7 @@ def _build_eager_tile(eager: EagerComparison | None) -> list[Tile]:
 
 
 def _is_modelled(timeline: Timeline) -> bool:
-    return timeline.graph.provenance.get("times") == "modelled"
+    return timeline.graph.provenance.times is Times.MODELLED
 
 
 def _format_proof(gap: float | None) -> str:

@@ -39,7 +39,7 @@ def plot_plan(timeline: Timeline, others: Sequence[Baseline]) -> "Figure":
     axes.set(xlabel=f"time in {second}", ylabel=f"memory in {unit}")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    set_title(axes, str(graph.provenance.get("model", "")))
+    set_title(axes, graph.provenance.model)
     add_legend(figure, axes)
     return figure
 

@@ -83,7 +83,7 @@ def render_plan(plan: PlanRecord, graph: Graph | None) -> str:
     if graph is None:
         return f"<div>{lines}</div>"
     timeline = _build_timeline(plan, graph, "plot")
-    model = escape_text(plan.graph.provenance.get("model", "a model"))
+    model = escape_text(plan.graph.provenance.model or "a model")
     return f"<div><b>Plan for {escape(model)}</b>{draw_sketch(timeline)}{lines}</div>"
 
 

@@ -21,6 +21,7 @@ from planner.capture.signature import Signature
 from planner.graphs.errors import TraceError
 from planner.graphs.ir import Graph, Kind
 from planner.graphs.options.option import Feature
+from planner.graphs.provenance import Provenance
 from planner.measure.profile import profile
 from planner.measure.roofline import model_times
 from planner.measure.unrepeatable_ops import mark_custom_ops
@@ -70,7 +71,7 @@ def capture_joint(
     separate_tangents(module.graph)
     statics = Placeholders(placeholders, where)
     generator = torch.default_generator
-    signature, found_on = Signature.of((), pytree.tree_structure(())), {"device": where.type}
+    signature, found_on = Signature.of((), pytree.tree_structure(())), Provenance.of({"device": where.type})
     lowered = lower(module.graph, statics, signature, generator=generator, provenance=found_on, forward_outputs=forward_outputs)
     prepare_for_tight_memory(lowered.graph, where)
     captured = execute_random_ops_once(lowered)

@@ -8,7 +8,6 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
 from planner.graphs.errors import BudgetError, EagerWarning, LimitError, TraceError
 from planner.graphs.ir import Graph
-from planner.plans.cache import SHARES_OF
 from planner.plans.plan import Plan
 from planner.plans.solve import compute_eager_peak_bytes
 from planner.plans.summary import summarize
@@ -30,7 +29,7 @@ class InductorCompiler(Compiler):
 
     def adapt_capture(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
         """Return the step on `batch` with the variant that `plan` was made for; see ``Compiler``."""
-        variant = CompileVariant(str(plan.graph.provenance["variant"]))
+        variant = CompileVariant(plan.graph.provenance.variant)
         of_plan = captured if variant is CompileVariant.DEFAULT else self._compile_other(variant, captured, batch)
         return Compiler.adapt_capture(self, plan, of_plan, batch)
 
@@ -80,8 +79,7 @@ class InductorCompiler(Compiler):
 def _set_shares(whole_bytes: int, captured: Capture) -> Capture:
     """Return `captured` with the bytes that budgets given as shares refer to in its provenance."""
     graph = captured.graph
-    provenance = {**graph.provenance, SHARES_OF: whole_bytes}
-    return replace(captured, graph=replace(graph, provenance=provenance))
+    return replace(captured, graph=replace(graph, provenance=graph.provenance.record(shares_of_bytes=whole_bytes)))
 
 
 def _list_others(graph: Graph) -> list[CompileVariant]:

@@ -98,7 +98,7 @@ class StepGraph:
     released: Mapping[int, int]
 
 
-def build_recorded_step(log: StepLog, provenance: dict[str, object] | None = None) -> StepGraph:
+def build_recorded_step(log: StepLog) -> StepGraph:
     """Return the graph of a step that has ended.
 
     All memory that was in use when the step began is static. A storage that autograd has unpacked for a node counts as read by
@@ -113,7 +113,7 @@ def build_recorded_step(log: StepLog, provenance: dict[str, object] | None = Non
     draft = _Draft(log)
     for index, op in enumerate(draft.logged):
         draft.add(index, op)
-    return draft.step(provenance or {})
+    return draft.step()
 
 
 def _find_needed(log: StepLog, ops: Sequence[LoggedOp]) -> set[int]:
@@ -187,14 +187,14 @@ class _Draft:
             )
         )
 
-    def step(self, provenance: dict[str, object]) -> StepGraph:
+    def step(self) -> StepGraph:
         """Return the recorded step."""
         static_bytes = sum(t.size_bytes for t in self.tensors if t.static)
         if (others := self.held_bytes - static_bytes) > 0:
             self.tensors.append(Tensor(len(self.tensors), "not read in the step", others, (), Kind.CONSTANT))
             self.storages.append(-1)
         kept = frozenset(t for storage, t in self.current.items() if storage in self.made and storage not in self.released)
-        return StepGraph(Graph(tuple(self.ops), tuple(self.tensors), kept, provenance), tuple(self.storages), self.released)
+        return StepGraph(Graph(tuple(self.ops), tuple(self.tensors), kept), tuple(self.storages), self.released)
 
     def _get_tensor(self, storage: int) -> int:
         """Return the tensor with the current contents of a storage; it is static if no op has made it."""

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from planner.graphs.documents import convert_to_json
 from planner.graphs.errors import FormatError, GraphError, OutputError
 from planner.graphs.io import files
-from planner.graphs.io.documents import convert_to_json
 from planner.graphs.io.formats import read_graph, write_graph
 from planner.graphs.io.graph_document import build_from_dict, convert_to_dict
 from planner.graphs.ir import Graph, Kind, Phase

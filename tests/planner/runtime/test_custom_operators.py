@@ -14,7 +14,6 @@ from torch import nn
 import planner
 from planner.capture.frontend.random_states import RandomStates
 from planner.graphs.ir import Op
-from planner.measure.unrepeatable_ops import UNREPEATABLE
 from planner.train.compile.step import PlannedStep
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
 from tests.support.marks import slow, slow_except
@@ -149,7 +148,7 @@ def test_cached_plan_remembers_unrepeatable_ops(tmp_path: Path, x: torch.Tensor)
         again = planned(model, x, budget, cache=tmp_path, wait="1%")
     assert again.measured is None
     assert again.plan.schedule == first.plan.schedule
-    assert len(again.plan.graph.provenance[UNREPEATABLE]) == 6
+    assert len(again.plan.graph.provenance.unrepeatable_ops) == 6
 
 
 def test_with_a_roofline_no_custom_operator_is_computed_again(x: torch.Tensor) -> None:

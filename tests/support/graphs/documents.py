@@ -12,6 +12,7 @@ from planner.graphs.errors import PlannerError
 from planner.graphs.io import files
 from planner.graphs.ir import Graph, Kind, Op, Phase, Tensor
 from planner.graphs.pools import COMPUTE, DEVICE, Pool
+from planner.graphs.provenance import Provenance
 from planner.graphs.schedule import Compute, Free, Schedule
 from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
@@ -106,7 +107,7 @@ def plans(draw: st.DrawFn) -> Plan:
     """Any plan that a file can hold; whether its schedule runs is not the file's business."""
     ops, tensors, budget_bytes = draw(st.integers(1, 9)), draw(st.integers(1, 9)), draw(sizes)
     step = st.builds(Compute, st.integers(0, ops - 1)) | st.builds(Free, st.integers(0, tensors - 1))
-    provenance = draw(st.dictionaries(names, free, max_size=2))
+    provenance = Provenance.of(draw(st.dictionaries(names, free, max_size=2)))
     return Plan(
         graph=GraphSummary(draw(names), ops, tensors, draw(sizes), draw(sizes), draw(times), provenance),
         schedule=Schedule(tuple(draw(st.lists(step, max_size=9)))),

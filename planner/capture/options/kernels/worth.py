@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.kernels.alternative import Alternative
 from planner.graphs.ir import Graph, Op
+from planner.graphs.provenance import Times
 
 FASTER = 0.1  # of the replaced time: measurements vary, and the best of many is better by chance
 _SHARE_S = 1e-4  # of the step
@@ -42,7 +43,7 @@ def find_useless_ops(capture: Capture) -> frozenset[int]:
     found: set[int] = set()
     margin_s = _SHARE_S * graph.time_s
     margin_bytes = _SHARE_BYTES * max(_count_held(graph, op) for op in graph.program)
-    measured = graph.provenance.get("times") == "measured"
+    measured = graph.provenance.times is Times.MEASURED
     for op, call in zip(graph.ops, capture.program.calls, strict=True):
         if measured and isinstance(call.composed, Alternative) and call.composed.always_exact and not op.exact:
             found.add(op.id)  # the kernel does not read before it writes: its result is wrong

@@ -16,7 +16,7 @@ from planner.capture.trace import capture
 from planner.graphs.allocators.training import training_of
 from planner.graphs.errors import PlannerError, UsageError
 from planner.graphs.ir import Kind
-from planner.graphs.optimizers import MeasuredOptimizer, get_traced_optimizer
+from planner.graphs.optimizers import MeasuredOptimizer
 from planner.graphs.schedule import keep_everything
 from planner.measure.optimizers import measure_optimizer
 from planner.show.report.describe import list_provenance
@@ -347,5 +347,5 @@ def test_a_graph_keeps_the_measured_memory() -> None:
     assert graph.static_bytes_by_kind[Kind.OPTIMIZER_STATE] == 107
     training = training_of(graph, keep_everything(graph))
     assert (training.state, training.temporaries) == ((100, 7), (30,))
-    assert get_traced_optimizer(graph.provenance) == measured
+    assert graph.provenance.optimizer == measured
     assert ("optimizer", "Own") in list_provenance(graph.provenance)

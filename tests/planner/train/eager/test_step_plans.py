@@ -283,7 +283,7 @@ def small_step() -> Any:
 
 
 def test_a_step_becomes_a_graph() -> None:
-    step = build_recorded_step(small_step(), {"model": "small"})
+    step = build_recorded_step(small_step())
     graph = step.graph
     assert [op.name for op in graph.ops] == ["mm", "relu_", "mm_1", "mm_2", "sub_"]
     assert [t.name for t in graph.tensors] == ["held_0", "held_1", "mm", "relu_", "mm_1", "mm_2", "not read in the step"]

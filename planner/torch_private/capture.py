@@ -207,6 +207,12 @@ def get_constant_key(key: Any) -> Any:
     return getattr(key, "vt", key).as_python_constant()
 
 
+def is_constant_key(key: Any) -> bool:
+    """Return True if the key of an item of a dict is a text or a number while code is captured."""
+    key = getattr(key, "vt", key)
+    return key.is_python_constant() and isinstance(key.as_python_constant(), str | int)
+
+
 def call_compiled_modules_by(wanted: Callable[[Any], bool], call: Callable[..., Any]) -> None:
     """Make ``call(module, run, args, kwargs)`` call what ``torch.compile(module)`` returns for the backends that are `wanted`."""
     run = OptimizedModule.__call__

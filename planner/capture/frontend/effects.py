@@ -10,12 +10,14 @@ first batch (ActNorm) was then undone, and its flag kept. Known weaknesses: list
 refused, numbers are followed (``symbolic_numbers``).
 """
 
+import operator
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import sympy
@@ -28,10 +30,10 @@ from planner.capture.guards.names import Scope, build_accessor, is_of_torch, mak
 from planner.capture.source_lines import is_our_code
 from planner.graphs.errors import TraceError
 from planner.graphs.short_tracebacks import warn_caller
-from planner.torch_private.capture import RemovableHandleVariable, SideEffects, get_constant_key, get_source_name
+from planner.torch_private.capture import RemovableHandleVariable, SideEffects, get_constant_key, get_source_name, is_constant_key
 from planner.torch_private.patches import wrap
 
-_Change = Literal["never", "once", "made", "always"]  # "made": a tensor, by each call, where there was none
+_Change = Literal["never", "once", "made", "always"]  # "made": a tensor or an item, by each call, where there was none
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Effect:
 
     Attributes:
         owner: name of the object, as Dynamo writes it.
-        attribute: its name; None if the object itself is changed, such as a list.
+        attribute: its name, or the key of an item; None if the object itself is changed, such as a list.
         where: the line that changes it, in brackets, for messages; empty if unknown.
         replaced: True if a buffer or parameter is replaced by another tensor.
         written: True if it is a tensor that is written in place.
@@ -48,10 +50,11 @@ class Effect:
         number: likewise, as an expression of numbers that are inputs of the step.
         value: the variable that it is set to; of an object that is changed, its own.
         computes: True if the captured code computes with its earlier value.
+        is_item: True if it is an item of a dict.
     """
 
     owner: str
-    attribute: str | None
+    attribute: Any
     where: str
     replaced: bool = False
     written: bool = False
@@ -59,23 +62,31 @@ class Effect:
     number: sympy.Basic | None = None
     value: Any = field(default=None, compare=False, repr=False)
     computes: bool = True
+    is_item: bool = False
 
     @property
     def name(self) -> str:
         """The name of the value, as Dynamo writes it."""
+        if self.is_item:
+            return f"{self.owner}[{self.attribute!r}]"
         return self.owner if self.attribute is None else f"{self.owner}.{self.attribute}"
 
     @property
     def names(self) -> set[str]:
         """The names that guards on the value may have."""
-        if self.attribute is None:
-            return {self.owner}
+        if self.attribute is None or self.is_item:
+            return {self.name}
         places = f".{self.attribute}", f".__dict__['{self.attribute}']", f"['{self.attribute}']"
         return {f"{self.owner}{place}" for place in places}
 
     def is_read(self, guarded: frozenset[str]) -> bool:
         """Return True if guards look at this value or at a part of it."""
         return any(guard == name or guard.startswith((f"{name}.", f"{name}[")) for name in self.names for guard in guarded)
+
+    @property
+    def made(self) -> Collection[Any]:
+        """The names of the attributes or items that the step may have made."""
+        return _get_items(self.value)[1] if self.attribute is None else [self.attribute]
 
     @property
     def is_number(self) -> bool:
@@ -88,14 +99,14 @@ class Effect:
         owner = _find_owner(self, local, scope)
         if self.attribute is None:
             return owner.copy() if isinstance(owner, list | dict | set | deque) else owner
-        if isinstance(owner, Mapping) and "[" in self.owner and not hasattr(owner, self.attribute):
+        if self.is_item or (isinstance(owner, Mapping) and not hasattr(owner, self.attribute)):
             return owner.get(self.attribute, _ABSENT)
         return getattr(owner, self.attribute, _ABSENT)
 
     def write(self, value: object, local: Scope, scope: Scope) -> None:
         """Set the value, as the step does."""
         assert self.attribute is not None
-        setattr(_find_owner(self, local, scope), self.attribute, value)
+        (operator.setitem if self.is_item else setattr)(_find_owner(self, local, scope), self.attribute, value)
 
 
 class UnsettledError(Exception):
@@ -127,7 +138,7 @@ def record_effects() -> Iterator[list[Effect]]:
 
 
 def _record_effects(found: list[Effect], update: Callable[..., None], effects: SideEffects, *args: Any, **kwargs: Any) -> None:
-    found[:] = list_effects(effects)  # a restarted capture begins with an empty list
+    found[:] = chain.from_iterable(map(_split_items, list_effects(effects)))  # a restarted capture begins with an empty list
     if (output := effects.output_graph_weakref()) is not None:
         inputs = frozenset(get_source_name(each.meta["grapharg"].source) for each in _iterate_inputs(output.graph) if each.users)
         found[:] = (replace(effect, computes=not inputs.isdisjoint(effect.names)) for effect in found)
@@ -268,6 +279,28 @@ def list_effects(effects: SideEffects) -> list[Effect]:
     return [effect for effect in found if re.match(r"(\w+\()*[LG]\[", effect.owner)]
 
 
+def _split_items(effect: Effect) -> list[Effect]:
+    """Return the changes of the items of a dict that keeps its keys: the step may set each before it reads it."""
+    before, now = _get_items(effect.value)
+    if effect.attribute is not None or not now or list(before) != list(now):
+        return [effect]
+    return [
+        replace(effect, attribute=key, is_item=True, value=value, constant=_get_constant(value), number=_number(value))
+        for key, value in now.items()
+        if value is not before[key]
+    ]
+
+
+def _get_items(variable: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return the items of a dict before the captured code and after it; none if it is no dict with texts and numbers as keys."""
+    if hasattr(variable, "original_items") and issubclass(variable.python_type(), dict):
+        tables = variable.original_items, variable.items
+        if all(is_constant_key(key) for table in tables for key in table):
+            before, now = ({get_constant_key(key): value for key, value in table.items()} for table in tables)
+            return before, now
+    return {}, {}
+
+
 def _iterate_written(graph: fx.Graph) -> Iterator[Effect]:
     """Yield the tensors that captured code writes in place, apart from the batch."""
     for node in _iterate_inputs(graph):
@@ -284,9 +317,7 @@ def _iterate_inputs(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def _iterate_replaced(tensors: Any) -> Iterator[str]:
     """Yield the names in a module's table of tensors that refer to another tensor than before; in-place writes do not count."""
-    before, now = (
-        {get_constant_key(key): value for key, value in items.items()} for items in (tensors.original_items, tensors.items)
-    )
+    before, now = _get_items(tensors)
     for name, value in now.items():
         if value is not before.get(name) and _get_storage(value) != _get_storage(before.get(name)):
             yield name
@@ -343,8 +374,10 @@ def preserve_values(effects: list[Effect], local: Scope, scope: Scope) -> Iterat
 
 def _change(first: object, second: object, third: object) -> _Change:
     # What only the first step changes is a cache or a flag; what the second one changes is changed by all. If the first one makes
-    # a tensor, later ones may only ask whether it is there.
+    # a tensor or an item, later ones may only ask whether it is there.
     if not _is_same(second, third):
+        if isinstance(first, dict) and isinstance(second, dict) and isinstance(third, dict):
+            return "made" if first.keys() != second.keys() == third.keys() else "always"
         is_made = isinstance(second, torch.Tensor) and not isinstance(first, torch.Tensor)
         return "made" if is_made and isinstance(third, torch.Tensor) else "always"
     return "never" if _is_same(first, second) else "once"
@@ -371,10 +404,10 @@ def _take_snapshots(effects: list[Effect], local: Scope, scope: Scope) -> list[C
     restore: list[Callable[[], None] | None] = []
     for effect in effects:
         owner = _find_owner(effect, local, scope)
-        if effect.attribute is not None:
-            restore.append(partial(_restore_attribute, owner, effect.attribute, effect.read(local, scope)))
-        else:
+        if effect.attribute is None or effect.is_item:
             restore.append(make_restore_items(owner))
+        else:
+            restore.append(partial(_restore_attribute, owner, effect.attribute, effect.read(local, scope)))
     return [each for each in restore if each is not None]
 
 

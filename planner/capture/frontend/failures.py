@@ -141,9 +141,16 @@ def _get_users_own(raised: Exception | None) -> Exception | None:
 
 
 def _find_raised_on_real(step: TrainingStep, batch: Batch) -> Exception | None:
-    """Return what the step raises on real tensors, without its backward pass: it may depend on their values."""
-    with preserve_training_state(step, batch), torch.no_grad():
-        return _find_raised(lambda: call(step, batch))
+    """Return what the step raises on real tensors, without its backward pass: it may depend on their values.
+
+    Without gradients it takes less memory, but a step that computes some itself fails.
+    """
+    raised = None
+    for records in (False, True):
+        with preserve_training_state(step, batch), torch.set_grad_enabled(records):
+            if (raised := _find_raised(lambda: call(step, batch))) is None:
+                break
+    return raised
 
 
 def _find_raised(run: Callable[[], object]) -> Exception | None:
@@ -202,7 +209,10 @@ def _describe_raised(raised: Exception) -> str:
     line = find_raising_line(raised)
     where = "" if line is None else f", at {format_location(line)}"
     said = typed_line(raised).rstrip(".")
-    return f"an op of the step fails on this batch: {said}{where}; loss_fn(model(*inputs), target) itself fails there too"
+    why = "loss_fn(model(*inputs), target) itself fails there too"
+    if "not have been used in the graph" in said:
+        why = "read tensors of the batch from the arguments of the step: those from outside are others in it"
+    return f"an op of the step fails on this batch: {said}{where}; {why}"
 
 
 def _answer(error: Exception) -> str:

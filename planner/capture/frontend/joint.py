@@ -197,7 +197,7 @@ def _run_until_settled(step: TrainingStep, batch: Batch, trace: Callable[[], T])
     except (UnsettledError, TraceError) as error:
         failed = error
     try:
-        made = [effect.attribute for effect in getattr(failed, "effects", ()) if effect.attribute is not None]
+        made = [name for effect in getattr(failed, "effects", ()) for name in effect.made]
         restore = make_first_call(step, batch, made)
     except Exception:  # noqa: BLE001  # the capture says what is wrong with the step
         restore = None

@@ -53,8 +53,8 @@ from planner.train.backend.step_memory import UnplannedGraph
 
 _DOUBLE_BACKWARD = (
     "gradients are computed of the gradients of a model that runs by its plan, and the plan has only the first: compute them "
-    "inside the model's forward pass, plan the whole step with planner.compile, or train in a block of "
-    "planner.rematerialize(budget=...)"
+    "inside the model's forward pass by torch.autograd.grad or torch.func (torch.autograd.functional breaks the graph), plan the "
+    "whole step with planner.compile, or train in a block of planner.rematerialize(budget=...)"
 )
 _NOT_PLANNED = (
     "a graph of the model runs without a plan, and keeps what {} keeps: {}. The planned graphs of the step leave room "

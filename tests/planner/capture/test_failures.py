@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import distributions, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+import planner
 from benchmarks.models.parts import FunctionModule
 from planner.capture.trace import capture
 from planner.graphs.errors import TraceError
@@ -194,6 +195,12 @@ def test_a_loss_function_that_gets_what_it_does_not_take_says_what_eager_pytorch
 @torch.library.custom_op("failures::unregistered", mutates_args=())
 def unregistered(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
+
+
+def test_a_gradient_by_a_tensor_of_the_batch_that_is_read_from_outside_is_not_said_to_fail_in_eager_pytorch() -> None:
+    x = torch.randn(6, 4, requires_grad=True)
+    with pytest.raises(TraceError, match=r"used in the graph.*; read tensors of the batch from the arguments of the step"):
+        planner.compile(nn.Linear(4, 1), lambda u, _: torch.autograd.grad(u.sum(), x)[0].norm() + u.sum(), (x, x), budget="100%")
 
 
 def test_operator_without_a_rule_for_sizes_is_not_said_to_fail() -> None:

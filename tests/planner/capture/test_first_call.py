@@ -240,6 +240,37 @@ def test_a_tensor_that_each_step_sets_may_be_asked_for_and_not_computed_with() -
     assert model.offsets is None
 
 
+class Keeping(nn.Module):
+    """Keeps outputs in a dict, as a forward hook does that collects features for the loss."""
+
+    def __init__(self, outputs: dict[str | int, Any]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.outputs, self.key = outputs, next(iter(outputs), "hidden")
+        self.layers[1].register_forward_hook(lambda _, __, output: self.outputs.__setitem__(self.key, output))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + self.outputs[self.key].square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*model.outputs is set by the first step:UserWarning")
+@pytest.mark.parametrize("outputs", [{"hidden": None, "other": 1}, {}, {0: None}])
+def test_an_item_that_each_step_sets_before_it_reads_it_is_planned(outputs: dict[str | int, Any]) -> None:
+    with pytest.warns(UserWarning, match=r"model.outputs\[.*\] is set by the step .*: a planned step does not set it"):
+        check_trains_as_eager(lambda: Keeping({**outputs}), F.mse_loss, vectors)
+
+
+def test_an_item_that_each_step_reads_and_sets_is_named() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.outputs["last"] = (m.layer(x) + m.outputs["last"]).detach()
+        return m.layer(x) + m.outputs["last"]
+
+    model = FunctionModule(forward, layer=nn.Linear(16, 16))
+    model.outputs = {"last": torch.zeros(96, 16)}
+    with pytest.raises(TraceError, match=r"^model.outputs\['last'\] changes at every step"):
+        planner.trace(model, F.mse_loss, vectors(0), passes=1)
+
+
 def test_an_optimizer_over_lazy_layers_is_measured_after_their_first_call() -> None:
     model = nn.Sequential(nn.LazyLinear(64), nn.GELU(), nn.LazyLinear(16))
     optimizer = torch.optim.Adam(model.parameters())

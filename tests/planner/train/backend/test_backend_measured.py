@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner.graphs.errors import InfeasibleError
+from planner.graphs.errors import InfeasibleError, PlannerError
 from planner.graphs.schedule import count_kept_bytes, keep_everything
 from planner.graphs.simulate import simulate
 from planner.graphs.synthetic.random_graphs import draw_training_step
@@ -237,6 +237,20 @@ def test_the_rest_of_the_step_needs_its_room() -> None:
     assert len(roomy.graph.ops) == len(captured.ops) + 1
     assert roomy.map_back(keep_everything(roomy.graph)).computed == keep_everything(captured).computed
     assert all(not roomy.graph.tensors[t].static for t in graph.tangents)
+
+
+def test_second_derivatives_by_functional_say_what_breaks_the_graph() -> None:
+    class Curved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = stack(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hvp = torch.autograd.functional.hvp(lambda rows: self.inner(rows).sum(), x, torch.ones_like(x), create_graph=True)
+            return hvp[1].square().mean()
+
+    with pytest.raises(PlannerError, match=r"by torch.autograd.grad or .* \(torch.autograd.functional breaks the graph\)"):
+        compiled(Curved(), "1MB")(torch.randn(64, 32)).backward()
 
 
 class FromLeaf(nn.Module):

@@ -9,8 +9,7 @@ its memory is needed: then the owner of the pool waits for the transfer.
 
 It has clocks of its own, because they decide while the schedule is being made; times and peaks of the result are those of
 ``planner.graphs.simulate``. Known weakness: one transfer is looked at after the other. Coarse windows do not say in which order
-memory and channels are needed inside, so their solutions often wait: ``strategies.offloading`` therefore solves variations with
-less memory and slower links.
+memory and channels are needed inside, so their solutions often wait: ``strategies.offloading`` recomputes there instead.
 """
 
 import math

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[3]
-_COPIED = ("graphs", "solvers", "planner", "tests", "pyproject.toml")
+_COPIED = ("benchmarks", "graphs", "solvers", "planner", "tests", "pyproject.toml")
 _LIMIT_S = 300
 _PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu")  # slow tests too
 _FOLDERS = ("tests/planner/runtime", "tests/graphs/allocators")

@@ -5,7 +5,7 @@ busy machine a ratio still varies by some percent, so its spread is returned wit
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -116,8 +116,8 @@ class StepOutcome:
     values: Mapping[str, torch.Tensor | None]
 
     def list_differences(self, other: "StepOutcome") -> tuple[str, ...]:
-        """Return the names of results that are not bit-identical."""
-        return tuple(name for name, value in self.values.items() if not _are_equal(value, other.values.get(name)))
+        """Return the names of results that are not bit-identical; what `other` does not return, as it logs it later, is none."""
+        return tuple(name for name, value in self.values.items() if not _are_equal(value, other.values.get(name, value)))
 
     def compute_gradient_error(self, other: "StepOutcome") -> float:
         """Return the norm of the difference of all gradients from those of `other`, relative to the norm of these gradients."""
@@ -166,9 +166,8 @@ def measure_outcome(
             torch.manual_seed(seed)
         returned, gradients = Isolated(step, model, batch).run()
         loss = get_loss(returned)
-        others = (leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor) and leaf is not loss)
         values: dict[str, torch.Tensor | None] = {"loss": _copy(loss)}
-        values |= {f"result {i}": _copy(other) for i, other in enumerate(others, 1)}
+        values |= {name: _copy(leaf) for name, leaf in _iterate_results(returned, "result") if leaf is not loss}
         values |= {f"gradient of {name}": _copy(g) for name, g in gradients.items()}
         values |= {f"buffer {name}": _copy(b) for name, b in model.named_buffers()}
         values["random state"] = torch.get_rng_state()
@@ -278,6 +277,18 @@ def describe_device(device: torch.device) -> str:
         return f"{torch.cuda.get_device_name(device)}; {describe_machine()}"
     threads = torch.get_num_threads()
     return f"{describe_machine()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _iterate_results(returned: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a step returns, by keys where it returns mappings: others may miss some of them."""
+    if isinstance(returned, Mapping):
+        for key, value in returned.items():
+            yield from _iterate_results(value, f"{name} {key}")
+    elif isinstance(returned, torch.Tensor):
+        yield name, returned
+    else:
+        leaves = enumerate(pytree.tree_leaves(returned))
+        yield from ((f"{name} {i}", leaf) for i, leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _copy(value: torch.Tensor | None) -> torch.Tensor | None:

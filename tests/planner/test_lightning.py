@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from planner.capture.guards import later_calls
 from planner.capture.guards.later_calls import is_metric
-from planner.graphs.errors import PlannerError, TraceError
+from planner.graphs.errors import EagerWarning, PlannerError, TraceError
 from planner.lightning import PlannedTraining
 from planner.plans.record import plan_line
 from planner.train.compile.step import PlannedStep
@@ -21,6 +21,7 @@ from tests.support.budgets import HALF_WAY
 from tests.support.integrations.lightning import QUICK, Module, batches, pl, trained
 from tests.support.logs import lines_of
 from tests.support.marks import slow
+from tests.support.raised_warnings import raise_warnings
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("half_way")]
 
@@ -240,7 +241,8 @@ class Metrics(Module):
 
 def test_metrics_are_updated_and_logged_as_by_lightning_alone(tmp_path: Path) -> None:
     eager, eager_logs = trained(Metrics(), tmp_path)
-    planned, planned_logs = trained(Metrics(), tmp_path, PlannedTraining(HALF_WAY, **{**QUICK, "compare_eager": True}))
+    with raise_warnings(EagerWarning):
+        planned, planned_logs = trained(Metrics(), tmp_path, PlannedTraining(HALF_WAY, **{**QUICK, "compare_eager": True}))
     assert planned_logs == eager_logs and len(eager_logs[-1]) > 6
     assert all(map(torch.equal, planned.seen, eager.seen))
     assert all(map(torch.equal, planned.parameters(), eager.parameters()))

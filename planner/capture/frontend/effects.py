@@ -255,6 +255,27 @@ def warn_of_first_call(effects: list[Effect], local: Scope, scope: Scope) -> Non
         )
 
 
+@contextmanager
+def warn_of_repeated(output: Any) -> Iterator[None]:
+    """Warn once for each line that is captured inside and counts or appends: a checkpoint does so again when it recomputes.
+
+    Values that do not depend on what they were before, as of a cache that is cleared, are the same after it.
+    """
+    known = {effect.where for effect in list_effects(output.side_effects)}
+    yield
+    local, scope = output.local_scope, output.global_scope
+    guarded = frozenset(guard.name for guard in output.guards)
+    for effect in list_effects(output.side_effects) if torch.is_grad_enabled() else ():
+        before = effect.read(local, scope)
+        repeats = effect.is_number and effect.is_read(guarded)
+        if effect.attribute is None and isinstance(before, list | deque):
+            repeats = len(before) != len(getattr(effect.value, "items", before))
+        if repeats and effect.where not in known and not _is_same(effect.constant, (before,)):
+            known.add(effect.where)
+            name = make_readable(effect.name, local, scope)
+            warn_caller(f"{name} changes in a checkpoint{effect.where}: when eager PyTorch recomputes it changes again")
+
+
 def list_effects(effects: SideEffects) -> list[Effect]:
     """Return the changes of values that existed before the captured code ran."""
     found = []

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch.overrides import TorchFunctionMode
 
+from planner.capture.frontend.effects import warn_of_repeated
 from planner.capture.frontend.host_functions import assign_in_step, averages_all, normalize_by_average
 from planner.capture.frontend.saved_tensors import enter_hooks, exit_hooks, init_hooks
 from planner.torch_private import capture as private
@@ -93,7 +94,8 @@ def _call_checkpointed(wanted: Callable[[Any], bool], call: Any, called: Any, tx
         return call(called, tx, args, kwargs)
     function, *given = args
     _, kwargs = private.TagActivationCheckpoint.divide_kwargs(kwargs)
-    return function.call_function(tx, given, kwargs)
+    with warn_of_repeated(tx.output):
+        return function.call_function(tx, given, kwargs)
 
 
 def _enter_device(wanted: Callable[[Any], bool], enter: Any, tx: Any, instruction: Any) -> None:

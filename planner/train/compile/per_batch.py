@@ -82,14 +82,15 @@ class BatchPlans:
         """Return the step for `batch`. If several processes train, all call this, with batches of the same sizes.
 
         Args:
-            loss_fn, accumulate: as in ``planner.compile``, the same in every call.
+            loss_fn: as in ``planner.compile``, the same in every call.
+            accumulate: as in ``planner.compile``; a step that accumulates has plans of its own.
             optimizer: the optimizer, whose memory counts, unless the options name another.
             on_progress: shows how the first size is planned, unless the options name another.
 
         Raises:
             PlannerError: its memory cannot be measured, or the processes' batches differ; or as in ``planner.compile``.
         """
-        key = self._find_larger(self._build_key(batch))
+        key = self._find_larger(self._build_key(batch, accumulate=accumulate))
         if not (self._wrapper.can_replan and key in self.steps):  # else the processes agree when the step is called
             agree(self._wrapper.ranks, key, batch)
         step = self.steps.use(
@@ -100,7 +101,7 @@ class BatchPlans:
             self._main = key, step
         return step
 
-    def _build_key(self, batch: Batch) -> Key:
+    def _build_key(self, batch: Batch, *, accumulate: bool) -> Key:
         """Return the cache key of a plan: structure, dtypes, trained parameters, and sizes unless one plan serves all sizes."""
         leaves, spec = pytree.tree_flatten(batch)
         numbers = (int, float) if self.follow_numbers else ()
@@ -111,7 +112,7 @@ class BatchPlans:
             for x in leaves
         ]
         trained = tuple(p.requires_grad for p in self._parameters)
-        return (str(spec), *kinds, trained), () if self._options.get("dynamic", False) else list_shapes(batch)
+        return (accumulate, str(spec), *kinds, trained), () if self._options.get("dynamic", False) else list_shapes(batch)
 
     def _find_larger(self, key: Key) -> Key:
         """Return the key of a step that runs smaller batches of this kind itself; `key` if it has a step, or there is none."""

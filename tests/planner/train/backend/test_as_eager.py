@@ -123,6 +123,34 @@ def test_checkpoints_that_change_objects(entry: Entry) -> None:
     assert_exact(Checkpointed(), torch.randn(8, 16), entry)
 
 
+class Counting(Checkpointed):
+    """Counts and records what runs under checkpoints, and sets what is the same each time."""
+
+    def __init__(self, changes: str) -> None:
+        super().__init__()
+        self.changes, self.calls, self.rows = changes, 0, 0
+        self.seen: list[Tensor] = []
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        if self.changes == "calls":
+            self.calls += 1
+        if self.changes == "seen":
+            self.seen.append(x.detach().mean())
+        self.rows = len(x)
+        return super().run(block, x)
+
+
+@pytest.mark.parametrize("entry", [checkpointed, *slow(as_backend)])
+@pytest.mark.parametrize("changes", ["calls", "seen", "rows"])
+def test_checkpoints_that_count_warn_once(changes: str, entry: Entry) -> None:
+    x = torch.randn(8, 16)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        entry(Counting(changes), x)(x)
+    said = [str(warning.message) for warning in warned if "in a checkpoint" in str(warning.message)]
+    assert len(said) == (changes != "rows") and all(f".{changes} changes in a checkpoint (" in each for each in said)
+
+
 @pytest.mark.parametrize("entry", [checkpointed, *slow(as_backend, compiled)])
 def test_a_default_device(entry: Entry) -> None:
     torch.set_default_device("cpu")

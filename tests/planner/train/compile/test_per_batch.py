@@ -29,9 +29,9 @@ class Loop:
         self.plans = BatchPlans(unwrap(self.model), read_budget(budget), {**QUICK, **options})
         self._optimizer = torch.optim.AdamW(self.model.parameters())
 
-    def step(self, rows: int) -> PlannedStep:
+    def step(self, rows: int, *, accumulate: bool = False) -> PlannedStep:
         x, y = torch.randn(rows, 8), torch.randint(3, (rows,))
-        step = self.plans.step(F.cross_entropy, (x, y), optimizer=self._optimizer, accumulate=False)
+        step = self.plans.step(F.cross_entropy, (x, y), optimizer=self._optimizer, accumulate=accumulate)
         loss = step(x, y)
         assert torch.equal(loss, F.cross_entropy(self.model(x), y))
         loss.backward()
@@ -49,6 +49,12 @@ def test_the_main_plan_is_that_of_the_size_that_came_most_often() -> None:
         assert loop.plans.main is whole
         assert loop.step(3) is smaller
     assert loop.plans.main is whole
+
+
+def test_steps_that_begin_to_accumulate_count_the_gradients() -> None:
+    loop = Loop()
+    alone, added = loop.step(8), loop.step(8, accumulate=True)
+    assert [step.plan.graph.provenance["accumulate"] for step in (alone, added)] == [False, True]
 
 
 def test_a_smaller_last_batch_runs_by_eager_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,8 +308,8 @@ class PlannedGraph:
                 "backward(retain_graph=True) needs tensors that the plan overwrites: leave out retain_graph=True, or the option "
                 "'in-place'"
             )
-        if (inputs := getattr(plan.untyped_storage(), "inputs", None)) is not None:  # else hooks on saved tensors have copied all
-            self._restore_inputs(number, inputs, args)
+        if is_plan(plan):  # else hooks on saved tensors have copied all
+            self._restore_inputs(number, plan.untyped_storage().inputs, args)  # type: ignore[attr-defined]
         if (unseen := getattr(plan.untyped_storage(), "unseen", None)) is not None:
             unseen.check(tensor for _, tensor in self._iterate_inputs(args))
         args += handed_over

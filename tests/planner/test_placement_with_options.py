@@ -29,6 +29,7 @@ from planner.show.facts.step import StepFacts
 from planner.show.facts.timeline import Timeline
 from planner.show.report.describe import plan_text
 from planner.show.report.page import render_page
+from planner.solvers.result import SolveSettings
 from tests.support.graphs.random_choices import any_schedule
 from tests.support.models.outcomes import assert_equal_steps
 
@@ -61,7 +62,7 @@ def random_plan(graph: Graph, budget: int, *, seed: int, options: Sequence[str] 
         bound_s=None,
         solver="chance",
         seconds=0.0,
-        settings=options_given.record(offered),
+        settings=SolveSettings(options=options_given.record(offered)),
         pool_peaks_bytes=get_other_peaks(offered, found),
     )
 

@@ -309,7 +309,7 @@ class PlannedGraph:
                 "'in-place'"
             )
         if is_plan(plan):  # else hooks on saved tensors have copied all
-            self._restore_inputs(number, plan.untyped_storage().inputs, args)  # type: ignore[attr-defined]
+            self._restore_inputs(number, plan.untyped_storage().inputs, args)
         if (unseen := getattr(plan.untyped_storage(), "unseen", None)) is not None:
             unseen.check(tensor for _, tensor in self._iterate_inputs(args))
         args += handed_over

@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import cache
 from operator import attrgetter
@@ -36,6 +37,24 @@ StructType = TypeVar("StructType", bound=Struct)
 
 _ERROR = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+
+
+class RecordedMapping(Mapping[str, object]):
+    """Base class of objects with typed fields that are also the mapping which files have of them."""
+
+    @property
+    @abstractmethod
+    def recorded(self) -> Mapping[str, object]:
+        """The entries as in files, in their order."""
+
+    def __getitem__(self, name: str) -> object:
+        return self.recorded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.recorded)
+
+    def __len__(self) -> int:
+        return len(self.recorded)
 
 
 def convert_document(value: object, kind: type[Document], source: str, *, path: str = "") -> Document:

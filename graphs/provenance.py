@@ -1,11 +1,11 @@
 """The provenance of a graph: where it and its times come from, in fields with types and as the mapping that files have."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import ClassVar, Literal
 
-from planner.graphs.documents import convert_document
+from planner.graphs.documents import RecordedMapping, convert_document
 from planner.graphs.optimizers import MeasuredOptimizer
 
 
@@ -18,7 +18,7 @@ class Times(StrEnum):
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class Provenance(Mapping[str, object]):
+class Provenance(RecordedMapping):
     """The origin of a graph; as a mapping, what files have: also the entries that only people read, in their order.
 
     Example:
@@ -67,11 +67,7 @@ class Provenance(Mapping[str, object]):
         """Return this provenance without an entry."""
         return Provenance.of({key: value for key, value in self.items() if key != name})
 
-    def __getitem__(self, name: str) -> object:
-        return self._recorded[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._recorded)
-
-    def __len__(self) -> int:
-        return len(self._recorded)
+    @property
+    def recorded(self) -> Mapping[str, object]:
+        """The mapping that it was made of."""
+        return self._recorded

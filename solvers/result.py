@@ -1,11 +1,12 @@
 """The result of a solver, and its progress."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
+from planner.graphs.documents import RecordedMapping
 from planner.graphs.errors import BudgetError
 from planner.graphs.ir import Graph
 from planner.graphs.schedule import Schedule
@@ -51,7 +52,7 @@ def decide_status(time_s: float | None, bound_s: float | None, tolerance: float 
 
 
 @dataclass(frozen=True, eq=False)
-class SolveSettings(Mapping[str, object]):
+class SolveSettings(RecordedMapping):
     """The settings of a solve, as used, and what it has recorded for later ones; as a mapping, what files have.
 
     Files have the fields in this order, without those that are None; for `limit`, `method` and `options` their entries.
@@ -93,7 +94,7 @@ class SolveSettings(Mapping[str, object]):
     options: Mapping[str, object] = field(default_factory=dict)
 
     @cached_property
-    def _recorded(self) -> Mapping[str, object]:
+    def recorded(self) -> Mapping[str, object]:
         """The settings as in files."""
         recorded: dict[str, object] = {}
         for one in fields(self):
@@ -101,15 +102,6 @@ class SolveSettings(Mapping[str, object]):
             if value is not None:
                 recorded |= value if isinstance(value, Mapping) else {one.name: value}
         return recorded
-
-    def __getitem__(self, name: str) -> object:
-        return self._recorded[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._recorded)
-
-    def __len__(self) -> int:
-        return len(self._recorded)
 
 
 class Reason(StrEnum):

@@ -30,8 +30,6 @@ _QUICK, _PLACE = (0.02, 1.0), (0.05, 5.0)
 # Schedules that are placed while a solve goes on: until some do not fit, and only those that are faster by so much.
 _MISFITS, _FASTER = 3, 0.002
 
-# In the settings of results: sizes, and the offsets of the buffers in the arena, in the order of ``ArenaRules.divide_buffers``.
-
 Solve = Callable[[Request], Result]
 
 

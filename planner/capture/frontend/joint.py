@@ -68,11 +68,7 @@ from planner.capture.rewrites.explicit_generators import get_explicit_generator,
 from planner.capture.rewrites.outputs import EFFECTS, check_writes, drop_tangents_of_writes, find_tangents_of_writes
 from planner.capture.rewrites.sparse_products import decompose_sparse_matrices, hide_sparse_buffers
 from planner.capture.signature import Batch, list_leaves, split_arguments
-from planner.capture.source_lines import (
-    GRAPH_BREAK_ADVICE,
-    format_node,
-    has_stopped_in_library,
-)
+from planner.capture.source_lines import GRAPH_BREAK_ADVICE, format_node, has_stopped_in_library
 from planner.capture.step import TrainingStep
 from planner.graphs.errors import TraceError, first_line
 from planner.torch_private import capture as private
